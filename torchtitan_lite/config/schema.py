@@ -1,0 +1,288 @@
+"""Every setting of a run: one dataclass a section, one docstring a field.
+
+The docstring under a field is its ``--help`` text. The names are torchtitan's classic ones; a key that is accepted has
+an effect. Files and command-line overrides are merged by :mod:`torchtitan_lite.config.load`; rules that span several
+fields live in :mod:`torchtitan_lite.config.checks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class Job:
+    config_file: str | None = None
+    """TOML file to read before the command line is applied."""
+
+    dump_folder: str = "./outputs"
+    """Folder for all that the run leaves behind: resolved config, metrics, TensorBoard files, checkpoints."""
+
+    description: str = "torchtitan_lite run"
+    """A line about the run, printed at its start and kept in the resolved config."""
+
+
+@dataclass
+class Profiling:
+    enable_profiling: bool = False
+    """Write a torch.profiler trace (Chrome format) every profile_freq steps."""
+
+    save_traces_folder: str = "profile_traces"
+    """Folder for the traces, inside job.dump_folder."""
+
+    profile_freq: int = 10
+    """Steps between two traces. Each trace covers the last step of its interval, after three warm-up steps."""
+
+
+@dataclass
+class Metrics:
+    log_freq: int = 10
+    """Steps between two log lines (and metrics.jsonl and TensorBoard entries). Step 1 is always logged."""
+
+    enable_tensorboard: bool = False
+    """Write TensorBoard events."""
+
+    save_tb_folder: str = "tb"
+    """Folder for TensorBoard events, inside job.dump_folder."""
+
+    enable_wandb: bool = False
+    """Send metrics to Weights & Biases (needs the `wandb` extra; project and name from WANDB_PROJECT, WANDB_RUN_NAME)."""
+
+
+@dataclass
+class ModelArgsOverrides:
+    """Single fields of the flavor, replaced. Unset ones keep the flavor's value."""
+
+    dim: int | None = None
+    """Width of the residual stream."""
+
+    n_layers: int | None = None
+    """Number of transformer blocks."""
+
+    n_heads: int | None = None
+    """Number of query heads; dim must be a multiple of it."""
+
+    n_kv_heads: int | None = None
+    """Number of key/value heads; n_heads must be a multiple of it."""
+
+    ffn_hidden_dim: int | None = None
+    """Width of the SwiGLU feed-forward layer."""
+
+    vocab_size: int | None = None
+    """Rows of the embedding table; may exceed the tokenizer's size (padded vocabulary)."""
+
+    max_seq_len: int | None = None
+    """Longest position the RoPE settings are meant for; training.seq_len may not exceed it."""
+
+    rope_theta: float | None = None
+    """Base of the rotary frequencies."""
+
+    norm_eps: float | None = None
+    """Epsilon of every RMSNorm."""
+
+    tie_embeddings: bool | None = None
+    """Use the embedding table as the output projection too."""
+
+    sliding_window: int | None = None
+    """Tokens that a token of a sliding-window layer attends, itself included. Needs a block-causal attention."""
+
+    sliding_window_pattern: list[bool] | None = None
+    """Which layers slide, repeated over the depth: [true, false] = every other layer, starting with the first.
+    Unset with a sliding_window: all of them."""
+
+
+@dataclass
+class Model:
+    name: Literal["llama3"] = "llama3"
+    """Model family."""
+
+    flavor: str = "debugmodel"
+    """SIZE, SIZE_ATTENTION or ATTENTION: sizes debugmodel, 1B, 3B, 8B, 70B, 405B; attentions sdpa, sdpa_block_causal,
+    flex_block_causal. A size alone means plain sdpa; an attention alone keeps the size of the file."""
+
+    hf_assets_path: str = "debug"
+    """Folder with a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json), or `debug` for the byte-level BPE
+    of 2,048 entries that comes with the package."""
+
+    varlen_engine: Literal["auto", "flash", "nested", "cpu"] = "auto"
+    """What runs sdpa_block_causal: flash = torch.nn.attention.varlen (CUDA, 16 bit), nested = NestedTensor SDPA (CUDA),
+    cpu = the project's CPU operator. auto takes flash on CUDA and cpu elsewhere."""
+
+    args: ModelArgsOverrides = field(default_factory=ModelArgsOverrides)
+
+
+@dataclass
+class Optimizer:
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """Optimizer class of torch.optim."""
+
+    lr: float = 8e-4
+    """Peak learning rate."""
+
+    beta1: float = 0.9
+    """Decay of the first moment."""
+
+    beta2: float = 0.95
+    """Decay of the second moment."""
+
+    eps: float = 1e-8
+    """Term added to the denominator."""
+
+    weight_decay: float = 0.1
+    """Weight decay, applied to every parameter."""
+
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Which of torch's kernels runs the update."""
+
+
+@dataclass
+class LRScheduler:
+    warmup_steps: int = 200
+    """Steps of linear warm-up from lr / warmup_steps to lr."""
+
+    decay_ratio: float | None = None
+    """Share of training.steps spent decaying at the end. Unset: all steps after the warm-up; 0: none."""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+
+    min_lr_factor: float = 0.0
+    """Floor of the decay, as a share of lr."""
+
+
+@dataclass
+class Training:
+    dataset: str = "pydocs"
+    """Registered data set (pydocs: documentation and standard library of the running CPython), or the format of the
+    files in dataset_path: json, text, parquet."""
+
+    dataset_path: str | None = None
+    """Local file, folder or glob to read instead of a registered data set."""
+
+    local_batch_size: int = 8
+    """Rows per device and forward pass."""
+
+    global_batch_size: int = -1
+    """Rows per optimizer step over all devices; a multiple of local_batch_size x data-parallel degree (the rest is
+    gradient accumulation). -1: no accumulation."""
+
+    seq_len: int = 2048
+    """Tokens per row."""
+
+    max_norm: float = 1.0
+    """Gradients are clipped to this global norm. 0: no clipping."""
+
+    steps: int = 1000
+    """Optimizer steps of the run, counted from the very start (a resumed run ends at the same step)."""
+
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of parameters and activations in forward and backward; the master weights are always fp32. auto: bfloat16,
+    but float32 on a CPU without bf16 instructions (there bf16 is slower)."""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are reduced over data-parallel ranks."""
+
+    gc_freq: int = 50
+    """Python's garbage collector runs every gc_freq steps, at the same step on every rank, and not in between."""
+
+    seed: int = 42
+    """Seed of initial weights, data order and any randomness of a step."""
+
+    deterministic: bool = False
+    """Use only deterministic kernels (slower): bitwise-equal runs on the same machine and layout."""
+
+
+@dataclass
+class Data:
+    text_field: str = "text"
+    """Field that holds the document in json and parquet files."""
+
+    num_workers: int = 0
+    """Loader processes per rank. 0: the training process assembles rows itself."""
+
+    num_proc: int = 1
+    """Processes that tokenise the data set, once, at the first start."""
+
+    max_documents_per_row: int = 0
+    """Most documents packed into one row; sizes the offset table of the variable-length kernel. 0: seq_len / 32, but at
+    least 16."""
+
+    cache_dir: str | None = None
+    """Folder for tokenised data. Unset: the data sets library's own (HF_DATASETS_CACHE)."""
+
+
+@dataclass
+class Parallelism:
+    data_parallel_shard_degree: int = -1
+    """Ranks that share one copy of parameters, gradients and optimizer state (FSDP2). -1: all of them."""
+
+
+@dataclass
+class Checkpoint:
+    enable: bool = False
+    """Save checkpoints and resume from the newest complete one."""
+
+    folder: str = "checkpoint"
+    """Folder for checkpoints, inside job.dump_folder; each lies in step-N."""
+
+    interval: int = 500
+    """Steps between two checkpoints. The last step is always saved."""
+
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async: write in the background while training goes on."""
+
+    keep_latest_k: int = 10
+    """How many checkpoints to keep, at least 2 (one may be being written). 0: all."""
+
+    load_step: int = -1
+    """Step to resume from. -1: the newest complete one."""
+
+    initial_load_path: str | None = None
+    """A checkpoint (a step-N folder of another run) whose weights start this run when its own folder is empty."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    mode: Literal["none", "selective", "full"] = "selective"
+    """What the backward pass recomputes: nothing, what selective_ac_option says, or whole blocks."""
+
+    selective_ac_option: str = "op"
+    """op: save attention and every second matrix product, recompute the rest. A number n: recompute every n-th block."""
+
+
+@dataclass
+class Compile:
+    enable: bool = False
+    """Compile with torch.compile."""
+
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    """What to compile: each transformer block (full graph), the inner part of the loss."""
+
+    backend: str = "inductor"
+    """Back-end of torch.compile."""
+
+
+@dataclass
+class Comm:
+    init_timeout_seconds: int = 600
+    """Time limit of a collective, tokenising and compilation on another rank included."""
+
+
+@dataclass
+class Config:
+    """A TOML-driven trainer for Llama 3. Values come from the command line, then the TOML file, then the defaults."""
+
+    job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    data: Data = field(default_factory=Data)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    comm: Comm = field(default_factory=Comm)
