@@ -47,7 +47,7 @@ class Metrics:
     """Folder for TensorBoard events, inside job.dump_folder."""
 
     enable_wandb: bool = False
-    """Send metrics to Weights & Biases (needs the `wandb` extra; project and name from WANDB_PROJECT, WANDB_RUN_NAME)."""
+    """Send metrics to Weights & Biases (needs the wandb extra; WANDB_PROJECT and WANDB_RUN_NAME name the run)."""
 
 
 @dataclass
@@ -248,7 +248,7 @@ class ActivationCheckpoint:
     """What the backward pass recomputes: nothing, what selective_ac_option says, or whole blocks."""
 
     selective_ac_option: str = "op"
-    """op: save attention and every second matrix product, recompute the rest. A number n: recompute every n-th block."""
+    """op: save attention and every second matrix product, recompute the rest. A number n: recompute each n-th block."""
 
 
 @dataclass
