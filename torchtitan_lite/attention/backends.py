@@ -1,0 +1,99 @@
+"""The attention back-ends by name, and what each supports.
+
+A back-end has two steps. ``prepare(document_ids, spec)`` runs once per microbatch and distinct :class:`MaskSpec`, in
+the model's forward but outside the compiled blocks. ``forward(q, k, v, state, spec)`` runs inside them. The spec comes
+from the layer and not with the state so that a window is a constant of the compiled graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan_lite.attention.flex import FlexAttention
+from torchtitan_lite.attention.masks import MaskSpec
+from torchtitan_lite.attention.sdpa import SdpaAttention
+from torchtitan_lite.attention.varlen import VarlenAttention, resolve_engine
+
+
+class AttentionBackend(Protocol):
+    """What every back-end offers; tensors are [batch, seq, heads, head_dim]."""
+
+    def prepare(self, document_ids: Tensor, spec: MaskSpec) -> Any: ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, state: Any, spec: MaskSpec) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a back-end (or one engine of it) can do."""
+
+    documents: bool
+    sliding_window: bool
+    devices: tuple[str, ...]
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+
+# One row a back-end, or an engine of sdpa_block_causal. Configuration checks read this table before a model is built.
+SUPPORT: dict[tuple[str, str | None], Support] = {
+    ("sdpa", None): Support(documents=False, sliding_window=False, devices=("cpu", "cuda")),
+    ("sdpa_block_causal", "flash"): Support(True, True, devices=("cuda",), dtypes=("bfloat16",)),
+    ("sdpa_block_causal", "nested"): Support(True, False, devices=("cuda",)),
+    ("sdpa_block_causal", "cpu"): Support(True, True, devices=("cpu",)),
+    ("flex_block_causal", None): Support(True, True, devices=("cpu", "cuda")),
+}
+
+ATTENTIONS = ("sdpa", "sdpa_block_causal", "flex_block_causal")
+
+
+def masks_documents(attention: str) -> bool:
+    """Whether documents packed into a row are kept apart."""
+    return any(support.documents for (name, _), support in SUPPORT.items() if name == attention)
+
+
+def build_backend(attention: str, *, max_documents_per_row: int | None, varlen_engine: str) -> AttentionBackend:
+    """The back-end of a flavor's attention. Raises ValueError for an unknown name."""
+    if attention == "sdpa":
+        return SdpaAttention()
+    if attention == "sdpa_block_causal":
+        return VarlenAttention(max_documents_per_row, varlen_engine)
+    if attention == "flex_block_causal":
+        return FlexAttention()
+    raise ValueError(f"unknown attention {attention!r}; there are {', '.join(ATTENTIONS)}")
+
+
+def unsupported(attention: str, *, device_type: str, dtype: torch.dtype, spec: MaskSpec, engine: str) -> list[str]:
+    """Why this combination cannot run, one message a reason; empty if it can.
+
+    ``engine`` is the setting model.varlen_engine, ``dtype`` the compute type of the run.
+    """
+    resolved = resolve_engine(engine, device_type, dtype) if attention == "sdpa_block_causal" else None
+    support = SUPPORT[attention, resolved]
+    name = attention if resolved is None else f"{attention} with model.varlen_engine={resolved}"
+    dtype_name = str(dtype).removeprefix("torch.")
+
+    def alternatives(**need: Any) -> str:
+        able = [
+            other if other_engine is None else f"{other} (model.varlen_engine={other_engine})"
+            for (other, other_engine), s in SUPPORT.items()
+            if need.get("window", False) <= s.sliding_window and device_type in s.devices and dtype_name in s.dtypes
+        ]
+        return ", ".join(able) or "nothing here"
+
+    problems = []
+    if spec.sliding_window is not None and not support.sliding_window:
+        problems.append(
+            f"model.args.sliding_window={spec.sliding_window}: {name} has no sliding window; "
+            f"these have: {alternatives(window=True)}"
+        )
+    if device_type not in support.devices:
+        problems.append(f"{name} does not run on {device_type}; these do: {alternatives()}")
+    if dtype_name not in support.dtypes:
+        problems.append(
+            f"{name} computes in {' or '.join(support.dtypes)}, not in {dtype_name} (training.mixed_precision_param); "
+            f"in {dtype_name} these do: {alternatives()}"
+        )
+    return problems

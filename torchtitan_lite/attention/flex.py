@@ -1,0 +1,78 @@
+"""``flex_block_causal``: FlexAttention under a BlockMask that is computed, not searched for.
+
+``create_block_mask`` evaluates the mask on all seq x seq pairs. The masks here need only the first key of each query:
+the key blocks a query block meets are a contiguous range, and so are those it attends fully, so the BlockMask follows
+from two comparisons per pair of blocks.
+
+FlexAttention has no CPU backward. On CPU the same mask, as a dense tensor, goes through SDPA.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from torchtitan_lite.attention.masks import MaskSpec, dense_mask, first_keys
+
+BLOCK_SIZE = 128
+
+# Uncompiled, flex_attention materialises the scores. Inside a compiled block this is inlined.
+_flex_attention = torch.compile(flex_attention, dynamic=False)
+
+
+class FlexAttention:
+    """FlexAttention on CUDA, dense-mask SDPA on CPU; the same mask in both."""
+
+    def prepare(self, document_ids: Tensor, spec: MaskSpec) -> BlockMask | Tensor:
+        """document_ids [batch, seq] -> BlockMask (CUDA) or bool [batch, 1, seq, seq] (CPU), on the same device."""
+        if document_ids.device.type == "cpu":
+            return dense_mask(document_ids, spec)
+        return block_mask(document_ids, spec)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, state: BlockMask | Tensor, spec: MaskSpec) -> Tensor:
+        """q [batch, seq, heads, head_dim], k and v [batch, seq, kv_heads, head_dim] -> like q."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        gqa = k.shape[1] != q.shape[1]
+        if isinstance(state, BlockMask):
+            out = _flex_attention(q, k, v, block_mask=state, enable_gqa=gqa)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=state, enable_gqa=gqa)
+        return out.transpose(1, 2)
+
+
+def block_mask(document_ids: Tensor, spec: MaskSpec, block_size: int = BLOCK_SIZE) -> BlockMask:
+    """The BlockMask of ``spec``, equal to what ``create_block_mask`` finds, in O((seq / block_size)^2).
+
+    Raises ValueError when ``seq`` is not a multiple of ``block_size``.
+    """
+    seq = document_ids.shape[1]
+    if seq % block_size:
+        raise ValueError(f"flex_block_causal: seq_len {seq} is not a multiple of the block size {block_size}")
+    first = first_keys(document_ids, spec)  # [batch, seq], rising
+    blocks = torch.arange(seq // block_size, device=document_ids.device)
+    key_start = blocks * block_size
+    lowest = first[:, ::block_size, None]  # first key of the first query of a block: [batch, q_blocks, 1]
+    highest = first[:, block_size - 1 :: block_size, None]  # ... of its last query
+
+    below = blocks < blocks[:, None]  # key block wholly before the query block
+    attended = (key_start + block_size > lowest) & (blocks <= blocks[:, None])
+    full = (key_start >= highest) & below  # [batch, q_blocks, kv_blocks]
+    if block_size == 1:
+        full = attended
+
+    def mask_mod(b, h, q_index, kv_index):
+        return (kv_index <= q_index) & (kv_index >= first[b, q_index])
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(attended & ~full), *_ordered(full), BLOCK_SIZE=block_size, mask_mod=mask_mod, seq_lengths=(seq, seq)
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [batch, q_blocks, kv_blocks] -> counts [batch, 1, q_blocks] and key-block indices, the attended first, in
+    the order that BlockMask stores (int32)."""
+    counts = blocks.sum(dim=-1, dtype=torch.int32)
+    indices = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True).to(torch.int32)
+    return counts[:, None].contiguous(), indices[:, None].contiguous()

@@ -1,0 +1,84 @@
+"""``sdpa_block_causal``: variable-length attention over the documents of the batch, flattened into one sequence.
+
+Three engines compute the same thing. ``flash`` (CUDA, 16 bit): ``torch.nn.attention.varlen``, plain tensors and an
+offset table. ``nested`` (CUDA): SDPA over a jagged NestedTensor, which also takes fp32. ``cpu``: the project's
+operator over torch's CPU flash kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from torchtitan_lite.attention.masks import MaskSpec, cumulative_lengths
+from torchtitan_lite.attention.varlen_cpu import varlen_attention
+
+# torch 2.11 takes grouped heads as they are; later ones want to be told.
+_FLASH_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+class VarlenState(NamedTuple):
+    """Where the documents lie. ``cu_seqlens``: int32 [static number of documents + 1]."""
+
+    cu_seqlens: Tensor
+
+
+class VarlenAttention:
+    """Attention that computes nothing between documents.
+
+    max_documents_per_row: the packer's cap, which fixes the size of the offset table (the flash backward's memory
+    grows with it). None: as many as tokens, always enough.
+    engine: auto, flash, nested or cpu.
+    """
+
+    def __init__(self, max_documents_per_row: int | None = None, engine: str = "auto") -> None:
+        self.max_documents_per_row = max_documents_per_row
+        self.engine = engine
+
+    def prepare(self, document_ids: Tensor, spec: MaskSpec) -> VarlenState:
+        """document_ids [batch, seq] -> offsets, on the same device, without a host sync."""
+        return VarlenState(cumulative_lengths(document_ids, spec, self.max_documents_per_row))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, state: VarlenState, spec: MaskSpec) -> Tensor:
+        """q [batch, seq, heads, head_dim], k and v [batch, seq, kv_heads, head_dim] -> like q."""
+        engine = resolve_engine(self.engine, q.device.type, q.dtype)
+        seq = q.shape[1]
+        flat = (x.flatten(0, 1) for x in (q, k, v))  # [batch * seq, heads, head_dim]
+        if engine == "cpu":
+            out, _ = varlen_attention(*flat, state.cu_seqlens, spec.sliding_window)
+        elif engine == "flash":
+            out = _flash(*flat, state.cu_seqlens, seq, spec)
+        else:
+            out = _nested(*flat, state.cu_seqlens, seq)
+        return out.view(q.shape)
+
+
+def resolve_engine(engine: str, device_type: str, dtype: torch.dtype) -> str:
+    """The engine that ``auto`` stands for on a device: cpu there, else flash for 16-bit types and nested for fp32."""
+    if engine != "auto":
+        return engine
+    if device_type != "cuda":
+        return "cpu"
+    return "flash" if dtype in (torch.float16, torch.bfloat16) else "nested"
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, spec: MaskSpec) -> Tensor:
+    # (left, right) count the tokens beside the query: a window of W is W - 1 to the left. The type matters: a tuple
+    # equal to (-1, 0) is what switches the kernel's causal path on.
+    window = (-1, 0) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=window, **_FLASH_GQA)
+
+
+def _nested(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    groups = q.shape[1] // k.shape[1]  # jagged SDPA has no grouped heads: repeat them
+    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    q, k, v = (
+        torch.nested.nested_tensor_from_jagged(x, cu_seqlens, min_seqlen=0, max_seqlen=max_seqlen).transpose(1, 2)
+        for x in (q, k, v)
+    )
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).values()

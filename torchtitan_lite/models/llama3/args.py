@@ -1,0 +1,88 @@
+"""The shape of a Llama 3 model as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan_lite.attention.backends import masks_documents
+from torchtitan_lite.attention.masks import MaskSpec
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the rotary frequencies beyond the context it was first trained on."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Shape and attention of one model. Raises ValueError, naming the numbers, if they do not fit together."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_hidden_dim: int
+    vocab_size: int = 128256
+    max_seq_len: int = 131072
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    attention: str = "sdpa"
+    sliding_window: int | None = None
+    sliding_window_pattern: tuple[bool, ...] | None = None
+    varlen_engine: str = "auto"
+    max_documents_per_row: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)} must be at least 1"
+            for name in (
+                "dim",
+                "n_layers",
+                "n_heads",
+                "n_kv_heads",
+                "ffn_hidden_dim",
+                "vocab_size",
+                "max_seq_len",
+            )
+            if getattr(self, name) < 1
+        ]
+        if not problems and self.dim % (2 * self.n_heads):
+            problems.append(
+                f"dim={self.dim} must be a multiple of 2 x n_heads={self.n_heads} (rotary embedding pairs channels)"
+            )
+        if not problems and self.n_heads % self.n_kv_heads:
+            problems.append(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
+        if self.rope_theta <= 0 or self.norm_eps <= 0:
+            problems.append(f"rope_theta={self.rope_theta} and norm_eps={self.norm_eps} must be above 0")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            problems.append(f"sliding_window={self.sliding_window} must be at least 1 (the token itself counts)")
+        if self.sliding_window_pattern is not None and self.sliding_window is None:
+            problems.append("sliding_window_pattern is set without a sliding_window")
+        if self.sliding_window_pattern is not None and not any(self.sliding_window_pattern):
+            problems.append("sliding_window_pattern names no sliding layer: leave out sliding_window instead")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    def mask_spec(self, layer: int) -> MaskSpec:
+        """The mask of one layer, counted from 0 over the whole model."""
+        pattern = self.sliding_window_pattern or (True,)
+        slides = pattern[layer % len(pattern)]
+        return MaskSpec(
+            document=masks_documents(self.attention), sliding_window=self.sliding_window if slides else None
+        )
+
+    @property
+    def mask_specs(self) -> list[MaskSpec]:
+        """The mask of each layer."""
+        return [self.mask_spec(layer) for layer in range(self.n_layers)]

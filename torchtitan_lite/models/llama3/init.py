@@ -1,0 +1,73 @@
+"""Initial weights that depend on the seed and the parameter's name alone, however the model is sharded.
+
+Every parameter is drawn in blocks of rows, each from a CPU generator seeded by (seed, name, block). A rank draws only
+the blocks that meet its shard, so that neither time nor memory grows with the whole model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchtitan_lite.models.llama3.args import ModelArgs
+
+# About how many elements are drawn from one seed. Part of what the weights of a seed are: do not change.
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def init_std(args: ModelArgs, name: str) -> float | None:
+    """Standard deviation of a parameter's initial values; None for norms, which start at one.
+
+    Projections that write to the residual stream are scaled down with their depth. The output projection gives logits
+    of standard deviation 1/2, so that training starts near ln(vocab) at every width.
+    """
+    if "norm" in name:
+        return None
+    if name == "tok_embeddings.weight" and not args.tie_embeddings:
+        return 1.0
+    if name in ("tok_embeddings.weight", "output.weight"):
+        return 0.5 * args.dim**-0.5
+    if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+        layer = int(name.split(".")[1])
+        return 0.02 / (2 * (layer + 1)) ** 0.5
+    return 0.02
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, args: ModelArgs, seed: int) -> None:
+    """Fill every parameter of ``model`` (plain or sharded, on any device) in place."""
+    for name, parameter in model.named_parameters():
+        std = init_std(args, name)
+        if std is None:
+            parameter.fill_(1.0)
+            continue
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+        else:
+            local, shape, offset = parameter, parameter.shape, (0,) * parameter.dim()
+        if local.numel():
+            local.copy_(_draw(f"{seed}/{name}", parameter.shape, tuple(shape), tuple(offset), std))
+
+
+def _draw(key: str, full: torch.Size, shape: tuple[int, ...], offset: tuple[int, ...], std: float) -> Tensor:
+    """The part of a parameter at ``offset`` with ``shape``: fp32, normal, cut off at three standard deviations."""
+    block_rows = max(1, _BLOCK_ELEMENTS // full[1:].numel())
+    columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
+    first, last = offset[0], offset[0] + shape[0]
+    out = torch.empty(shape)
+    for block in range(first // block_rows, (last - 1) // block_rows + 1):
+        start = block * block_rows
+        end = min(start + block_rows, full[0])
+        digest = hashlib.sha256(f"{key}/{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        rows = torch.empty((end - start, *full[1:])).normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
+        low, high = max(first, start), min(last, end)
+        out[low - first : high - first] = rows[(slice(low - start, high - start), *columns)]
+    return out
