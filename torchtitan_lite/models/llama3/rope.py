@@ -19,8 +19,8 @@ def rope_frequencies(
 ) -> Tensor:
     """fp32 [head_dim / 2]: angle per position of each channel pair.
 
-    Scaling (Llama 3.1): wavelengths beyond ``original_max_seq_len / low_freq_factor`` are stretched by ``factor``, those
-    under ``original_max_seq_len / high_freq_factor`` kept, with a linear blend in between.
+    Scaling (Llama 3.1): wavelengths beyond ``original_max_seq_len / low_freq_factor`` are stretched by ``factor``,
+    those under ``original_max_seq_len / high_freq_factor`` kept, with a linear blend in between.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponent
