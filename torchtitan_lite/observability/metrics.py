@@ -1,0 +1,217 @@
+"""Where a run's numbers go: metrics.jsonl, the console line, TensorBoard, Weights & Biases.
+
+What each number means is said in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.observability.logging import logger, paint
+from torchtitan_lite.observability.progress import eta_text
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The numbers of one logged step. Rates and shares are over the interval since the step logged before.
+
+    Fractions lie in [0, 1], rates are per device. See docs/metrics.md for each formula.
+    """
+
+    step: int
+    loss: float  # mean over the step's target tokens, of all ranks
+    max_loss: float  # largest mean of a rank
+    grad_norm: float  # before clipping
+    lr: float  # used by this step
+    tokens_seen: int  # since the very start of the run, all ranks
+    tps: float
+    supervised_tps: float
+    tflops: float
+    mfu: float
+    padding_fraction: float
+    documents_per_row: float
+    data_wait_fraction: float
+    memory_gib: float
+    memory_fraction: float
+    time_s: float  # seconds per step
+
+
+_NOT_IN_JSONL = {"tflops", "memory_fraction"}  # each follows from its neighbour and a constant of the machine
+
+
+def json_line(metrics: StepMetrics) -> str:
+    """``metrics`` as one line of JSON: floats to full precision, those that JSON lacks as "nan", "inf", "-inf".
+
+    Python's ``float()`` reads all of these values back, bit for bit.
+    """
+    fields = {name: value for name, value in dataclasses.asdict(metrics).items() if name not in _NOT_IN_JSONL}
+    return json.dumps({name: value if math.isfinite(value) else str(value) for name, value in fields.items()})
+
+
+def tags(metrics: StepMetrics) -> dict[str, float]:
+    """``metrics`` under torchtitan's tag names, for TensorBoard and Weights & Biases."""
+    return {
+        "loss_metrics/global_avg_loss": metrics.loss,
+        "loss_metrics/global_max_loss": metrics.max_loss,
+        "grad_norm": metrics.grad_norm,
+        "lr": metrics.lr,
+        "n_tokens_seen": metrics.tokens_seen,
+        "throughput(tps)": metrics.tps,
+        "tflops": metrics.tflops,
+        "mfu(%)": 100 * metrics.mfu,
+        "time_metrics/end_to_end(s)": metrics.time_s,
+        "time_metrics/data_loading(s)": metrics.time_s * metrics.data_wait_fraction,
+        "time_metrics/data_loading(%)": 100 * metrics.data_wait_fraction,
+        "memory/max_reserved(GiB)": metrics.memory_gib,
+        "memory/max_reserved(%)": 100 * metrics.memory_fraction,
+        "packing/supervised_tps": metrics.supervised_tps,
+        "packing/padding(%)": 100 * metrics.padding_fraction,
+        "packing/documents_per_row": metrics.documents_per_row,
+    }
+
+
+def console_line(metrics: StepMetrics, total_steps: int) -> str:
+    """``metrics`` as the line of the log, coloured on a terminal."""
+    eta = eta_text((total_steps - metrics.step) * metrics.time_s)
+    return "  ".join(
+        [
+            paint(f"step: {metrics.step:2}", "red"),
+            paint(f"loss: {metrics.loss:7.4f}", "green"),
+            paint(f"grad_norm: {metrics.grad_norm:7.4f}", "yellow"),
+            paint(f"memory: {metrics.memory_gib:5.2f}GiB({100 * metrics.memory_fraction:.2f}%)", "cyan"),
+            paint(f"tps: {metrics.tps:,.0f}", "blue"),
+            paint(f"tflops: {metrics.tflops:,.2f}", "cyan"),
+            paint(f"mfu: {100 * metrics.mfu:.2f}%", "magenta"),
+            f"eta: {eta}",
+        ]
+    )
+
+
+def device_memory(device: torch.device) -> tuple[float, float]:
+    """Peak memory so far in GiB, and as a share of what there is.
+
+    CUDA: bytes reserved by torch's allocator, of the GPU's memory. CPU: resident size of this process, of the machine's
+    memory.
+    """
+    if device.type == "cuda":
+        peak, total = torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB elsewhere
+        peak, total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, psutil.virtual_memory().total
+    return peak / _GIB, peak / total
+
+
+def _step_of(line: str) -> int | None:
+    """Step of a line of metrics.jsonl; None for what a killed process left unfinished."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _drop_steps_after(path: Path, step: int) -> None:
+    """Take the entries of later steps (and broken lines) out of metrics.jsonl, so that it reads as one run."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if (of := _step_of(line)) is not None and of <= step]
+    if len(kept) == len(lines):
+        return
+    logger.info(f"{path}: dropped {len(lines) - len(kept)} entries after step {step}, left by an earlier run")
+    rewritten = path.with_suffix(".tmp")
+    rewritten.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(rewritten, path)
+
+
+_Sink = tuple[Callable[[dict[str, float], int], None], Callable[[], None]]  # log(tags, step), close()
+
+
+def _tensorboard(config: Config, start_step: int) -> _Sink:
+    from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+    folder = Path(config.job.dump_folder) / config.metrics.save_tb_folder
+    # purge_step makes TensorBoard hide the entries of later steps that a killed run left in this folder.
+    writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+
+    def log(values: dict[str, float], step: int) -> None:
+        for tag, value in values.items():
+            writer.add_scalar(tag, value, step)
+
+    return log, writer.close
+
+
+def _wandb(config: Config) -> _Sink:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError('metrics.enable_wandb needs wandb: pip install "torchtitan_lite[wandb]"') from error
+
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "torchtitan_lite"),
+        name=os.environ.get("WANDB_RUN_NAME"),
+        dir=config.job.dump_folder,
+        config=dataclasses.asdict(config),
+        resume="allow",  # with WANDB_RUN_ID set, a resumed run continues the same page
+    )
+    return lambda values, step: run.log(values, step=step), run.finish
+
+
+class MetricsLogger:
+    """Writes each logged step to the console, metrics.jsonl and whatever else the run's ``metrics`` section names.
+
+    Make one on the main rank only, and close it (it is a context manager). Entries after ``start_step`` that an
+    earlier run left in the same folder are dropped.
+
+    Args:
+        config: the resolved configuration.
+        start_step: steps done before this process started; 0 for a new run.
+
+    Raises:
+        ImportError: metrics.enable_wandb without wandb installed.
+    """
+
+    def __init__(self, config: Config, start_step: int) -> None:
+        folder = Path(config.job.dump_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._total_steps = config.training.steps
+        self._sinks: list[_Sink] = []
+        if config.metrics.enable_tensorboard:
+            self._sinks.append(_tensorboard(config, start_step))
+        if config.metrics.enable_wandb:
+            self._sinks.append(_wandb(config))
+        path = folder / "metrics.jsonl"
+        _drop_steps_after(path, start_step)
+        self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a killed run keeps every entry
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Write one step everywhere."""
+        self._file.write(json_line(metrics) + "\n")
+        for log, _ in self._sinks:
+            log(tags(metrics), metrics.step)
+        logger.info(console_line(metrics, self._total_steps))
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.close()
+        for _, close in self._sinks:
+            close()
