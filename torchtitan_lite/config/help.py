@@ -1,0 +1,82 @@
+"""``--help``: every key with its type, the value it has, and the docstring under its field of the schema."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import shutil
+import textwrap
+from typing import Any, Literal, get_args, get_origin
+
+from torchtitan_lite.config import schema
+from torchtitan_lite.config.fields import KEYS, SECTIONS, Key, spell
+
+USAGE = """\
+usage: ./run_train.sh [--section.key=value ...]
+
+A setting comes from the command line, else from the TOML file (CONFIG_FILE in
+the environment, or --job.config_file), else from its default.
+  switches   --x.flag  --x.no-flag  --x.flag=true  --x.flag=false
+  lists      --x.list=a,b  or  --x.list a b
+  numbers    may be written 3e-4 or 1e3
+  None       unsets a key that may be unset
+"""
+
+
+def help_text(config: schema.Config, width: int | None = None) -> str:
+    """The whole help, for a terminal of ``width`` columns (default: the one at hand), with the values of ``config``."""
+    width = min(width or shutil.get_terminal_size().columns, 120)
+    wrap = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    lines = [USAGE.rstrip()]
+    for section in SECTIONS:
+        lines.append(f"\n[{section}]")
+        for key in KEYS.values():
+            if key.name.rpartition(".")[0] == section:
+                lines.append(
+                    wrap(
+                        f"--{key.name}  ({describe(key)}; now {spell(value_of(config, key.name))})",
+                        initial_indent="  ",
+                        subsequent_indent="      ",
+                    )
+                )
+                lines.append(wrap(field_docs()[key.name], initial_indent="      ", subsequent_indent="      "))
+    return "\n".join(lines)
+
+
+def describe(key: Key) -> str:
+    """What a key takes, in words: ``integer``, ``AdamW | Adam``, ``list of true | false``."""
+    kind = get_args(key.kind)[0] if key.is_list else key.kind
+    if get_origin(kind) is Literal:
+        words = " | ".join(get_args(kind))
+    else:
+        words = {bool: "true | false", int: "integer", float: "number", str: "text"}[kind]
+    return f"list of {words}" if key.is_list else words
+
+
+def value_of(config: schema.Config, name: str) -> Any:
+    """The value of a dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+@functools.cache
+def field_docs() -> dict[str, str]:
+    """The docstring under each field of the schema, as one line, by the key's dotted name.
+
+    Python drops these strings, so they are read from the source.
+    """
+    by_class = {
+        node.name: {
+            field.target.id: " ".join(doc.value.value.split())
+            for field, doc in zip(node.body, node.body[1:], strict=False)
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(field.target, ast.Name)
+        }
+        for node in ast.parse(inspect.getsource(schema)).body
+        if isinstance(node, ast.ClassDef)
+    }
+    default = schema.Config()
+    docs = {}
+    for name in KEYS:
+        section, _, leaf = name.rpartition(".")
+        docs[name] = by_class[type(value_of(default, section)).__name__][leaf]
+    return docs
