@@ -1,0 +1,258 @@
+"""Rules that span several settings, or reach outside the configuration: model, machine, files.
+
+They run before anything heavy is started, and all that is wrong is reported together. A message says what was given,
+the rule it breaks, and what would work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.attention.backends import masks_documents, unsupported
+from torchtitan_lite.attention.flex import BLOCK_SIZE
+from torchtitan_lite.config.help import value_of
+from torchtitan_lite.config.load import ConfigError
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.sources import check_source
+from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
+from torchtitan_lite.distributed.fsdp import resolve_param_dtype
+from torchtitan_lite.models.llama3.args import ModelArgs
+from torchtitan_lite.models.llama3.flavors import join_flavor, model_args, split_flavor
+
+# Least value of each number that has one.
+AT_LEAST: dict[str, float] = {
+    "profiling.profile_freq": 1,
+    "metrics.log_freq": 1,
+    "optimizer.lr": 0,
+    "optimizer.eps": 0,
+    "optimizer.weight_decay": 0,
+    "lr_scheduler.warmup_steps": 0,
+    "training.local_batch_size": 1,
+    "training.seq_len": 1,
+    "training.max_norm": 0,
+    "training.steps": 1,
+    "training.gc_freq": 1,
+    "training.seed": 0,
+    "data.num_workers": 0,
+    "data.num_proc": 1,
+    "data.max_documents_per_row": 0,
+    "checkpoint.interval": 1,
+    "checkpoint.keep_latest_k": 0,
+    "checkpoint.load_step": -1,
+    "comm.init_timeout_seconds": 1,
+}
+SHARES = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the rules look at. ``args`` is None where the model's shape is itself at fault."""
+
+    config: Config
+    world_size: int
+    device_type: str
+    args: ModelArgs | None
+
+
+def check_config(config: Config, *, world_size: int, device_type: str) -> list[str]:
+    """Hold ``config`` against every rule, for a run of ``world_size`` processes on ``device_type`` ("cpu" or "cuda").
+
+    Reads the tokenizer and looks at paths, and starts nothing.
+    Returns warnings: what will run, but perhaps not as meant. Raises ConfigError with all problems.
+    """
+    problems = []
+    args = None
+    try:
+        args = model_args(config.model.flavor, dataclasses.asdict(config.model.args))
+    except ValueError as error:
+        problems.append(f"model.flavor={config.model.flavor} with model.args: {error}")
+    run = _Run(config, world_size, device_type, args)
+    for rule in _RULES:
+        problems.extend(rule(run))
+    if problems:
+        raise ConfigError(problems)
+    return list(_warnings(run))
+
+
+def _ranges(run: _Run) -> Iterator[str]:
+    for name, least in AT_LEAST.items():
+        value = value_of(run.config, name)
+        if value < least:
+            yield f"{name}={value}: must be at least {least}"
+    for name in SHARES:
+        value = value_of(run.config, name)
+        if value is not None and not 0 <= value <= 1:
+            yield f"{name}={value}: a share, from 0 to 1"
+    for name in ("optimizer.beta1", "optimizer.beta2"):
+        value = value_of(run.config, name)
+        if not 0 <= value < 1:
+            yield f"{name}={value}: must be at least 0 and below 1"
+
+
+def _parallelism(run: _Run) -> Iterator[str]:
+    degree = run.config.parallelism.data_parallel_shard_degree
+    if degree not in (-1, run.world_size):
+        yield (
+            f"parallelism.data_parallel_shard_degree={degree}: the degrees must multiply to the number of processes, "
+            f"{degree} x 1 is not {run.world_size} (NGPU); set -1 or {run.world_size}"
+        )
+
+
+def _batch(run: _Run) -> Iterator[str]:
+    training, ranks = run.config.training, run.world_size
+    rows = training.local_batch_size * ranks
+    given = training.global_batch_size
+    if given == -1 or rows < 1:
+        return
+    if given < 1 or given % rows:
+        nearest = sorted({max(given // rows, 1) * rows, (max(given, 0) // rows + 1) * rows})
+        yield (
+            f"training.global_batch_size={given}: must be a multiple of training.local_batch_size x data-parallel "
+            f"processes = {training.local_batch_size} x {ranks} = {rows}; "
+            f"{' or '.join(map(str, nearest))} would do, or -1 for no gradient accumulation"
+        )
+
+
+def _schedule(run: _Run) -> Iterator[str]:
+    warmup, steps = run.config.lr_scheduler.warmup_steps, run.config.training.steps
+    if warmup > steps:
+        yield (
+            f"lr_scheduler.warmup_steps={warmup} is more than training.steps={steps}: the run would end before the "
+            f"learning rate reaches its peak; set at most {steps}"
+        )
+
+
+def _sequence(run: _Run) -> Iterator[str]:
+    if run.args is None:
+        return
+    seq_len = run.config.training.seq_len
+    if seq_len > run.args.max_seq_len:
+        yield (
+            f"training.seq_len={seq_len} is more than the {run.args.max_seq_len} positions of "
+            f"model.flavor={run.config.model.flavor}; lower it, or raise model.args.max_seq_len"
+        )
+    if run.args.attention == "flex_block_causal" and seq_len > 0 and seq_len % BLOCK_SIZE:
+        below = seq_len // BLOCK_SIZE * BLOCK_SIZE
+        yield (
+            f"training.seq_len={seq_len}: flex_block_causal works on blocks of {BLOCK_SIZE} tokens and needs a "
+            f"multiple of them; {f'{below} or ' if below else ''}{below + BLOCK_SIZE} would do"
+        )
+
+
+def _attention(run: _Run) -> Iterator[str]:
+    if run.args is None:
+        return
+    dtype = resolve_param_dtype(run.config.training.mixed_precision_param, run.device_type)
+    for spec in dict.fromkeys(run.args.mask_specs):
+        yield from unsupported(
+            run.args.attention,
+            device_type=run.device_type,
+            dtype=dtype,
+            spec=spec,
+            engine=run.config.model.varlen_engine,
+        )
+
+
+def _activation_checkpoint(run: _Run) -> Iterator[str]:
+    option = run.config.activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
+        yield (
+            f'activation_checkpoint.selective_ac_option="{option}": give "op", or a whole number n from 1 on to '
+            "recompute each n-th block"
+        )
+
+
+def _compile(run: _Run) -> Iterator[str]:
+    if not run.config.compile.enable:
+        return
+    import torch._dynamo  # takes seconds, so only where it is used anyway
+
+    backends = torch._dynamo.list_backends(exclude_tags=())
+    if run.config.compile.backend not in backends:
+        yield f"compile.backend={run.config.compile.backend}: torch knows {', '.join(backends)}"
+
+
+def _tokenizer(run: _Run) -> Iterator[str]:
+    path = run.config.model.hf_assets_path
+    try:
+        size = load_tokenizer(path).vocab_size
+    except TokenizerError as error:
+        yield str(error)
+        return
+    if run.args is not None and size > run.args.vocab_size:
+        yield (
+            f"model.hf_assets_path={path}: the tokenizer has ids up to {size - 1}, but the model embeds only "
+            f"{run.args.vocab_size} tokens; set model.args.vocab_size to {size} or more"
+        )
+
+
+def _data(run: _Run) -> Iterator[str]:
+    yield from check_source(run.config)
+
+
+def _checkpoint(run: _Run) -> Iterator[str]:
+    checkpoint = run.config.checkpoint
+    if checkpoint.keep_latest_k == 1:
+        yield (
+            "checkpoint.keep_latest_k=1: while the next checkpoint is written the only complete one must stay; "
+            "keep at least 2, or 0 for all"
+        )
+    if checkpoint.initial_load_path is not None:
+        folder = Path(checkpoint.initial_load_path)
+        # DCP writes .metadata last, after every rank's share is on disk.
+        if not folder.is_dir():
+            yield f"checkpoint.initial_load_path={folder}: no such folder; give the step-N folder of a run"
+        elif not (folder / ".metadata").is_file():
+            yield (
+                f"checkpoint.initial_load_path={folder}: not a complete checkpoint (it has no .metadata); "
+                "give the step-N folder itself"
+            )
+
+
+def _metrics(run: _Run) -> Iterator[str]:
+    if run.config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        yield "metrics.enable_wandb: the package wandb is not installed; pip install wandb, or leave it off"
+
+
+_RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
+    _ranges,
+    _parallelism,
+    _batch,
+    _schedule,
+    _sequence,
+    _attention,
+    _activation_checkpoint,
+    _compile,
+    _tokenizer,
+    _data,
+    _checkpoint,
+    _metrics,
+)
+
+
+def _warnings(run: _Run) -> Iterator[str]:
+    config, attention = run.config, run.args.attention
+    if not masks_documents(attention):
+        size = split_flavor(config.model.flavor)[0]
+        yield (
+            f"model.flavor={config.model.flavor}: plain sdpa attends across all documents packed into a row; "
+            f"{join_flavor(size, 'sdpa_block_causal')} and {join_flavor(size, 'flex_block_causal')} keep them apart"
+        )
+    selective = config.activation_checkpoint.mode == "selective"
+    model_compiled = config.compile.enable and "model" in config.compile.components
+    if (
+        attention == "flex_block_causal"
+        and run.device_type == "cuda"
+        and selective
+        and config.activation_checkpoint.selective_ac_option == "op"
+        and not model_compiled
+    ):
+        yield (
+            "activation_checkpoint.selective_ac_option=op around flex_block_causal without compile.enable: selective "
+            "checkpointing keeps FlexAttention from compiling its kernel, and attention becomes slow; compile the "
+            "model, or choose activation_checkpoint.mode none or full"
+        )
