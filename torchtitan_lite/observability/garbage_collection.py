@@ -9,7 +9,7 @@ import gc
 
 
 class GarbageCollection:
-    """While entered, Python collects only when :meth:`step` says so: every ``freq`` steps, on all ranks at the same one.
+    """While entered, Python collects only when :meth:`step` says so: every ``freq`` steps, the same ones on all ranks.
 
     The two younger generations are collected; walking the oldest one, where the model lives, would stall the step.
 

@@ -150,6 +150,7 @@ def _tensorboard(config: Config, start_step: int) -> _Sink:
     def log(values: dict[str, float], step: int) -> None:
         for tag, value in values.items():
             writer.add_scalar(tag, value, step)
+        writer.flush()  # or a killed run would lose the last two minutes
 
     return log, writer.close
 
