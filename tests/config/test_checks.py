@@ -1,0 +1,241 @@
+"""Rules over several settings: each is broken once, and the message must name what was given and what would work."""
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from torchtitan_lite.config import checks
+from torchtitan_lite.config.checks import AT_LEAST, check_config
+from torchtitan_lite.config.load import ConfigError, load_config
+
+GOOD = ("--model.flavor=debugmodel_sdpa_block_causal", "--training.mixed_precision_param=float32")
+
+
+def check(*argv: str, world_size: int = 1, device_type: str = "cpu") -> list[str]:
+    return check_config(load_config([*GOOD, *argv]), world_size=world_size, device_type=device_type)
+
+
+def problems_of(*argv: str, **where) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(*argv, **where)
+    return caught.value.problems
+
+
+def only_problem(*argv: str, **where) -> str:
+    (problem,) = problems_of(*argv, **where)
+    return problem
+
+
+def test_a_good_configuration_passes_without_warnings():
+    assert check() == []
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("lr_scheduler.decay_ratio=1.1", "from 0 to 1"),
+        ("lr_scheduler.min_lr_factor=-0.1", "from 0 to 1"),
+        ("optimizer.beta1=1", "optimizer.beta1=1.0: must be at least 0 and below 1"),
+        ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: must be at least 0 and below 1"),
+        ("optimizer.lr=-1e-3", "optimizer.lr=-0.001: must be at least 0"),
+        ("checkpoint.keep_latest_k=1", "at least 2, or 0"),
+        ("activation_checkpoint.selective_ac_option=0", 'give "op", or a whole number'),
+        ("activation_checkpoint.selective_ac_option=ops", 'give "op", or a whole number'),
+    ],
+)
+def test_ranges(option, message):
+    problem = only_problem(f"--{option}")
+    assert problem.startswith(option.partition("=")[0]) and message in problem
+
+
+@pytest.mark.parametrize("name", AT_LEAST)
+def test_least_values(name):
+    def broken(value) -> bool:
+        try:
+            check(f"--{name}={value}")
+        except ConfigError as error:
+            return any(problem.startswith(f"{name}={value}") and "at least" in problem for problem in error.problems)
+        return False
+
+    least = AT_LEAST[name]
+    assert broken(float(least - 1) if name.startswith("optimizer.") or name == "training.max_norm" else least - 1)
+    assert not broken(least)
+
+
+@pytest.mark.parametrize("option", ["1", "3", "op"])
+def test_selective_options_that_work(option):
+    assert check(f"--activation_checkpoint.selective_ac_option={option}") == []
+
+
+def test_shard_degree_against_processes():
+    problem = only_problem("--parallelism.data_parallel_shard_degree=3", world_size=4)
+    assert "data_parallel_shard_degree=3" in problem and "is not 4" in problem
+    assert check("--parallelism.data_parallel_shard_degree=4", world_size=4) == []
+
+
+@pytest.mark.parametrize("given", [8, 24, -1])
+def test_global_batch_sizes_that_work(given):
+    assert check(f"--training.global_batch_size={given}", "--training.local_batch_size=4", world_size=2) == []
+
+
+@pytest.mark.parametrize(("given", "nearest"), [(12, "8 or 16"), (7, "8"), (0, "8"), (-2, "8")])
+def test_global_batch_size_must_divide(given, nearest):
+    problem = only_problem(f"--training.global_batch_size={given}", "--training.local_batch_size=4", world_size=2)
+    assert f"global_batch_size={given}" in problem and "4 x 2 = 8" in problem and f"; {nearest} would do" in problem
+
+
+def test_warmup_longer_than_the_run():
+    problem = only_problem("--lr_scheduler.warmup_steps=11", "--training.steps=10")
+    assert "warmup_steps=11" in problem and "training.steps=10" in problem
+    assert check("--lr_scheduler.warmup_steps=10", "--training.steps=10") == []
+
+
+def test_sequence_longer_than_the_rotary_table():
+    problem = only_problem("--training.seq_len=8193")
+    assert "8193" in problem and "8192" in problem
+    assert check("--training.seq_len=8192") == []
+    assert check("--training.seq_len=8193", "--model.args.max_seq_len=8193") == []
+
+
+def test_flex_needs_whole_blocks():
+    flex = "--model.flavor=flex_block_causal"
+    problem = only_problem(flex, "--training.seq_len=1025")
+    assert "1025" in problem and "1024 or 1152 would do" in problem
+    assert "; 128 would do" in only_problem(flex, "--training.seq_len=64")
+    assert check(flex, "--training.seq_len=1024") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["dim=250"], "dim=250"),
+        (["n_heads=16", "n_kv_heads=3"], "n_kv_heads=3"),
+        (["dim=48", "n_heads=16", "n_kv_heads=16"], "rotary"),  # heads of 3 channels
+        (["sliding_window=0"], "sliding_window=0"),
+        (["sliding_window_pattern=true,false"], "without a sliding_window"),
+        (["n_layers=0"], "n_layers=0"),
+    ],
+)
+def test_shapes_that_do_not_fit(options, message):
+    problem = only_problem(*(f"--model.args.{option}" for option in options))
+    assert problem.startswith("model.flavor=debugmodel_sdpa_block_causal with model.args: ") and message in problem
+
+
+def test_sliding_window_needs_an_attention_that_has_it():
+    window = "--model.args.sliding_window=64"
+    assert check(window) == []
+    assert check(window, "--model.flavor=flex_block_causal") == []
+    problem = only_problem(window, "--model.flavor=sdpa")
+    assert "sliding_window=64" in problem and "sdpa_block_causal" in problem and "flex_block_causal" in problem
+    # A pattern makes two kinds of layers; only the sliding kind is at fault, and it is named once.
+    only_problem(window, "--model.args.sliding_window_pattern=true,false", "--model.flavor=sdpa")
+
+
+@pytest.mark.parametrize(
+    ("engine", "device_type", "dtype", "message"),
+    [
+        ("flash", "cpu", "float32", "cpu"),
+        ("nested", "cpu", "float32", "cpu"),
+        ("cpu", "cuda", "bfloat16", "cuda"),
+        ("flash", "cuda", "float32", "float32"),
+    ],
+)
+def test_varlen_engines_refused(engine, device_type, dtype, message):
+    argv = (f"--model.varlen_engine={engine}", f"--training.mixed_precision_param={dtype}")
+    problems = problems_of(*argv, device_type=device_type)
+    assert any(f"varlen_engine={engine}" in problem and message in problem for problem in problems)
+
+
+def test_varlen_engines_that_work():
+    assert check("--model.varlen_engine=cpu") == []
+    for engine in ("auto", "flash", "nested"):
+        argv = (f"--model.varlen_engine={engine}", "--training.mixed_precision_param=bfloat16")
+        assert check(*argv, device_type="cuda") == []
+
+
+def test_compile_backend():
+    problem = only_problem("--compile.enable", "--compile.backend=inducter")
+    assert "inducter" in problem and "inductor" in problem
+    assert check("--compile.enable", "--compile.backend=aot_eager") == []  # listed only with debugging back-ends
+    assert check("--compile.backend=inducter") == []  # not looked at
+
+
+@pytest.fixture
+def tokenizer_of(tmp_path):
+    """Makes a tokenizer folder with that many ids, two of them added after training, as special tokens are."""
+
+    def make(size: int) -> str:
+        tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size - 2)}, unk_token="w0"))
+        tokenizer.add_special_tokens(["<bos>", "<eos>"])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        return f"--model.hf_assets_path={tmp_path}"
+
+    return make
+
+
+def test_tokenizer_larger_than_the_model(tokenizer_of):
+    folder = tokenizer_of(300)
+    problem = only_problem(folder, "--model.args.vocab_size=256")
+    assert "299" in problem and "256" in problem and "300 or more" in problem
+    assert "300 or more" in only_problem(folder, "--model.args.vocab_size=299")
+    assert check(folder, "--model.args.vocab_size=300") == []
+    assert check(folder, "--model.args.vocab_size=512") == []  # a padded vocabulary
+
+
+def test_tokenizer_missing(tmp_path):
+    assert "no such folder" in only_problem("--model.hf_assets_path=/no/such")
+    assert "tokenizer.json" in only_problem(f"--model.hf_assets_path={tmp_path}")
+
+
+def test_data_that_is_not_there(tmp_path):
+    problem = only_problem("--training.dataset=pydoc")
+    assert "pydoc" in problem and "pydocs" in problem
+    assert "none.jsonl" in only_problem("--training.dataset=json", f"--training.dataset_path={tmp_path}/none.jsonl")
+
+
+def test_initial_checkpoint(tmp_path):
+    option = f"--checkpoint.initial_load_path={tmp_path}/step-10"
+    assert "no such folder" in only_problem(option)
+    (tmp_path / "step-10").mkdir()
+    assert "not a complete checkpoint" in only_problem(option)
+
+
+def test_wandb_must_be_installed(monkeypatch):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name, package=None: None)
+    assert "wandb is not installed" in only_problem("--metrics.enable_wandb")
+
+
+def test_all_problems_are_reported_together(tmp_path):
+    problems = problems_of(
+        "--optimizer.lr=-1",
+        "--model.args.n_kv_heads=3",
+        "--training.global_batch_size=3",
+        "--lr_scheduler.warmup_steps=2000",
+        "--training.dataset=nothing",
+        "--model.hf_assets_path=/no/such",
+    )
+    assert len(problems) == 6
+
+
+def test_plain_sdpa_warns_that_documents_see_each_other():
+    (warning,) = check("--model.flavor=sdpa")
+    assert "debugmodel_sdpa_block_causal" in warning and "debugmodel_flex_block_causal" in warning
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--activation_checkpoint.mode=selective", True),
+        ("--compile.components=loss", True),
+        ("--compile.no-enable", True),
+        ("--compile.enable", False),
+        ("--activation_checkpoint.mode=full", False),
+        ("--activation_checkpoint.mode=none", False),
+        ("--activation_checkpoint.selective_ac_option=2", False),
+        ("--model.flavor=sdpa_block_causal", False),
+    ],
+)
+def test_selective_checkpointing_around_uncompiled_flex_warns(option, expected):
+    argv = ("--model.flavor=flex_block_causal", "--training.mixed_precision_param=bfloat16", option)
+    warnings = check(*argv, device_type="cuda")
+    assert [("FlexAttention" in warning) for warning in warnings] == [True] * expected
+    assert check(*argv, device_type="cpu") == []
