@@ -61,7 +61,7 @@ class PackingStats:
 
     def __str__(self) -> str:
         return (
-            f"{self.documents:,} documents ({self.split_documents:,} split; {self.empty_documents:,} empty ones skipped), "
+            f"{self.documents:,} documents ({self.split_documents:,} split; {self.empty_documents:,} empty), "
             f"{self.tokens:,} tokens in {self.rows:,} rows: {self.documents_per_row:.2f} documents per row, "
             f"{self.padding_fraction:.2%} padding"
         )

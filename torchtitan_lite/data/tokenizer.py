@@ -43,6 +43,9 @@ class Tokenizer:
         self._prepare_backend()  # a pickled backend forgets encode_special_tokens
 
     def _prepare_backend(self) -> None:
+        # Raw text never becomes a BOS or EOS, not even where tokenizer.json forgot to call those special.
+        marks = [self.backend.id_to_token(mark) for mark in (self.bos_id, self.eos_id) if mark is not None]
+        self.backend.add_special_tokens(marks)
         self.backend.encode_special_tokens = True
         # tokenizer.json may carry the limits of whoever saved it; documents are cut by the packer alone.
         self.backend.no_truncation()
