@@ -74,6 +74,12 @@ class ModelArgs:
     def head_dim(self) -> int:
         return self.dim // self.n_heads
 
+    @property
+    def matmul_params(self) -> int:
+        """Weights that take part in a matrix product with every token: linear layers and output projection."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        return self.n_layers * (attention + 3 * self.dim * self.ffn_hidden_dim) + self.dim * self.vocab_size
+
     def mask_spec(self, layer: int) -> MaskSpec:
         """The mask of one layer, counted from 0 over the whole model."""
         pattern = self.sliding_window_pattern or (True,)

@@ -1,0 +1,66 @@
+"""Activation checkpointing of transformer blocks: none, whole blocks, every n-th block, or selectively by operation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from torchtitan_lite.config.schema import ActivationCheckpoint
+
+_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+def _attention_ops() -> set:
+    """The operations that compute attention, under every back-end: dear to compute, cheap to keep."""
+    import torchtitan_lite.attention.varlen  # noqa: F401  (registers torchtitan_lite and torch_attn operators)
+
+    return {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._flash_attention_forward.default,
+        torch.ops.aten._efficient_attention_forward.default,
+        torch.ops.torch_attn._varlen_attn.default,
+        torch.ops.torchtitan_lite.varlen_attention.default,
+        torch.ops.higher_order.flex_attention,
+    }
+
+
+def _selective_contexts():
+    """Save attention and every second matrix product; recompute the rest (normalisation, SwiGLU, RoPE, the others)."""
+    saved = _attention_ops()
+    matmuls = defaultdict(int)  # forward and recomputation count apart
+
+    def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+        if op in _MATMULS:
+            matmuls[ctx.is_recompute] += 1
+            save = matmuls[ctx.is_recompute] % 2 == 1
+        else:
+            save = op in saved
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) -> None:
+    """Checkpoint the blocks of ``model.layers``, in place.
+
+    Only ``forward`` is replaced: a wrapping module would show in parameter names, on which initial weights and
+    checkpoints depend.
+    """
+    if config.mode == "none":
+        return
+    every = 1
+    options = {}
+    if config.mode == "selective" and config.selective_ac_option == "op":
+        options = {"context_fn": _selective_contexts}
+    elif config.mode == "selective":
+        every = int(config.selective_ac_option)
+    for name, block in model.layers.items():
+        if int(name) % every == 0:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)

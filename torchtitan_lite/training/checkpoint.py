@@ -1,0 +1,188 @@
+"""Checkpoints through torch.distributed.checkpoint (DCP): sharded, and readable by another number of ranks.
+
+``{dump_folder}/{folder}/step-N`` counts only once ``complete.json`` lies in it, which rank 0 writes after all ranks
+have written everything else. Whatever a killed run leaves half-done is therefore never resumed from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.observability.logging import logger
+
+MARKER = "complete.json"
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, incomplete, or does not fit the run; says which and what there is."""
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint folder was written to its end."""
+    return (path / MARKER).is_file()
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint in ``folder``, rising."""
+    if not folder.is_dir():
+        return []
+    matches = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.iterdir())
+    return sorted(int(match[1]) for match, path in matches if match and is_complete(path))
+
+
+class CheckpointManager:
+    """Saves and loads the state of one run.
+
+    Contents: ``model`` and ``optimizer`` under the model's own parameter names, and ``train_state``, plain data that
+    the trainer passes in and gets back (as JSON, so that its form may grow).
+
+    Args:
+        config: the checkpoint section.
+        folder: where the step-N folders lie.
+        model, optimizer: what is saved and loaded in place.
+    """
+
+    def __init__(self, config: Checkpoint, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.config = config
+        self.folder = folder
+        self.model = model
+        self.optimizer = optimizer
+        self._pending: Future | None = None
+        # A background save on the default group would wait for the training step's collectives, and they for it.
+        self._group = dist.new_group(backend="gloo") if config.async_mode == "async" else None
+
+    def save(self, step: int, train_state: dict[str, Any]) -> None:
+        """Write step-``step``; in async mode only a copy is made before this returns."""
+        self.wait()
+        path = self.folder / f"step-{step}"
+        if dist.get_rank() == 0 and path.exists():
+            shutil.rmtree(path)  # left by a run that died here, or by one that was rewound with load_step
+        dist.barrier()
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS),
+            "train_state": json.dumps(train_state),
+        }
+        if self.config.async_mode == "disabled":
+            dcp.save(state, checkpoint_id=path)
+            self._finish(path, step)
+            return
+        # Only copies leave this method: on CPU the stager would hand over the live tensors.
+        if next(self.model.parameters()).device.type == "cpu":
+            state = _clone(state)
+        self._pending = dcp.async_save(state, checkpoint_id=path, process_group=self._group)
+        self._pending.add_done_callback(lambda future: future.exception() or self._finish(path, step))
+
+    def wait(self) -> None:
+        """Wait for a background save to end. Raises what went wrong in it."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def load(self) -> dict[str, Any] | None:
+        """Load the newest complete checkpoint, or the one that ``load_step`` names, and return its train_state.
+
+        Without a checkpoint in the folder, the weights alone are taken from ``initial_load_path``, if there is one, and
+        None is returned. Raises CheckpointError.
+        """
+        steps = complete_steps(self.folder)
+        wanted = self.config.load_step
+        if wanted != -1 and wanted not in steps:
+            raise CheckpointError(
+                f"checkpoint.load_step={wanted}: {self.folder} has no complete checkpoint of that step; "
+                f"it has {', '.join(map(str, steps)) or 'none'}"
+            )
+        if steps:
+            return self._load_run(self.folder / f"step-{steps[-1] if wanted == -1 else wanted}")
+        if self.config.initial_load_path is not None:
+            path = Path(self.config.initial_load_path)
+            if not (path / ".metadata").is_file():  # DCP's own last word; the folder need not be from this project
+                raise CheckpointError(f"checkpoint.initial_load_path={path}: not a complete checkpoint (no .metadata)")
+            self._read(path, {"model": get_model_state_dict(self.model)})
+            logger.info(f"Took initial weights from {path}")
+        return None
+
+    def _load_run(self, path: Path) -> dict[str, Any]:
+        # Reading brings back the hyper-parameters of the run that wrote, too; those of this run's configuration rule.
+        configured = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS),
+            "train_state": "",
+        }
+        self._read(path, state)
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=_OPTIONS)
+        for group, values in zip(self.optimizer.param_groups, configured, strict=True):
+            changed = [f"{k} {group[k]} -> {v}" for k, v in values.items() if k != "lr" and group.get(k) != v]
+            if changed:
+                logger.warning(f"Optimizer settings differ from the checkpoint's: {', '.join(changed)}")
+            group.update(values)
+        logger.info(f"Resumed from {path}")
+        return json.loads(state["train_state"])
+
+    def _read(self, path: Path, state: dict[str, Any]) -> None:
+        """Fill ``state`` from ``path``, and the model from it. DCP would drop keys and cast types without a word."""
+        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        problems = _differences(stored, dcp.state_dict_saver._stateful_to_state_dict(state))
+        if problems:
+            raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(problems))
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(self.model, state["model"])
+
+    def _finish(self, path: Path, step: int) -> None:
+        """Once all ranks have written: mark the checkpoint complete and remove old ones (rank 0 alone)."""
+        if dist.get_rank() != 0:
+            return
+        partial = path / f"{MARKER}.tmp"
+        partial.write_text(json.dumps({"step": step, "world_size": dist.get_world_size()}) + "\n")
+        os.replace(partial, path / MARKER)
+        logger.info(f"Saved a checkpoint to {path}")
+        if self.config.keep_latest_k > 0:
+            for old in complete_steps(self.folder)[: -self.config.keep_latest_k]:
+                old_path = self.folder / f"step-{old}"
+                (old_path / MARKER).unlink()  # first, or a kill in the middle would leave a torso that counts
+                shutil.rmtree(old_path)
+
+
+def _clone(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _clone(value) for key, value in state.items()}
+    return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def _differences(stored: dict[str, Any], state: STATE_DICT_TYPE) -> list[str]:
+    """What keeps ``state`` from being read out of a checkpoint with these entries, a line each, at most ten."""
+    flat, _ = dcp._nested_dict.flatten_state_dict(state)
+    sections = tuple(f"{section}." for section in state)
+    problems = [f"{key}: not in the checkpoint" for key in flat if key not in stored]
+    problems += [f"{key}: only in the checkpoint" for key in stored if key.startswith(sections) and key not in flat]
+    for key, value in flat.items():
+        entry = stored.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
+            if entry.size != value.shape:
+                problems.append(f"{key}: {list(entry.size)} in the checkpoint, {list(value.shape)} here")
+            elif entry.properties.dtype != value.dtype:
+                problems.append(f"{key}: {entry.properties.dtype} in the checkpoint, {value.dtype} here")
+    return problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])

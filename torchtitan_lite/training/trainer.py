@@ -1,0 +1,304 @@
+"""The training loop: data, model, optimizer and bookkeeping wired together."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_lite.config.checks import check_config
+from torchtitan_lite.config.load import save_config
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.collator import PADDING_ID, Batch, num_targets
+from torchtitan_lite.data.loader import RowLoader, build_loader
+from torchtitan_lite.data.packing import resolved_max_documents
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.distributed.fsdp import resolve_param_dtype, shard_model
+from torchtitan_lite.distributed.mesh import build_mesh, init_distributed, world_from_environment
+from torchtitan_lite.models.llama3.args import ModelArgs
+from torchtitan_lite.models.llama3.flavors import model_args
+from torchtitan_lite.models.llama3.init import init_weights
+from torchtitan_lite.models.llama3.model import Transformer
+from torchtitan_lite.observability.flops import attended_pairs, peak_flops, step_flops
+from torchtitan_lite.observability.garbage_collection import GarbageCollection
+from torchtitan_lite.observability.logging import info_once, logger
+from torchtitan_lite.observability.metrics import MetricsLogger, StepMetrics, device_memory
+from torchtitan_lite.observability.profiler import maybe_profile
+from torchtitan_lite.observability.progress import ProgressBar
+from torchtitan_lite.observability.throughput import Throughput
+from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lite.training.checkpoint import CheckpointManager
+from torchtitan_lite.training.compile import compile_blocks
+from torchtitan_lite.training.loss import LinearCrossEntropy
+from torchtitan_lite.training.lr_schedule import lr_factor
+from torchtitan_lite.training.optimizer import build_optimizer, clip_grad_norm
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the batches of one step hold, counted on the CPU; sums over the microbatches, and over ranks."""
+
+    targets: int
+    tokens: int  # without padding
+    documents: int
+    pairs: int  # (query, key) pairs attended, summed over layers
+
+    @classmethod
+    def of(cls, batches: list[Batch], args: ModelArgs) -> Counts:
+        specs = args.mask_specs
+        return cls(
+            targets=sum(num_targets(batch) for batch in batches),
+            tokens=sum(int((batch.document_ids != PADDING_ID).sum()) for batch in batches),
+            documents=sum(int((batch.document_ids.amax(dim=1) + 1).sum()) for batch in batches),
+            pairs=sum(
+                specs.count(spec) * attended_pairs(batch.document_ids, spec) for batch in batches for spec in set(specs)
+            ),
+        )
+
+    def over_ranks(self) -> Counts:
+        """The sum over all data-parallel ranks; through gloo, so that a GPU is not waited for."""
+        counts = torch.tensor([self.targets, self.tokens, self.documents, self.pairs])
+        dist.all_reduce(counts)
+        return Counts(*counts.tolist())
+
+
+class Trainer:
+    """One run, from its configuration to its last checkpoint.
+
+    Building one checks the configuration (ConfigError lists all that is wrong) before it starts anything, then loads
+    the newest checkpoint if there is one. :meth:`train` does the rest.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.world = world_from_environment()
+        self.device = self.world.device
+        self.main_rank = self.world.rank == 0
+        warnings = check_config(config, world_size=self.world.size, device_type=self.device.type)
+        self.dump_folder = Path(config.job.dump_folder)
+        logger.info(f"{config.job.description}: {self.world.size} process(es) on {self.device.type}")
+        for warning in warnings:
+            logger.warning(warning)
+
+        _set_determinism(config.training.deterministic)
+        init_distributed(self.world, config.comm.init_timeout_seconds)
+        if self.main_rank:
+            self.dump_folder.mkdir(parents=True, exist_ok=True)
+            save_config(config, self.dump_folder / "config.toml")
+
+        self.loader = self._build_loader()
+        self.accumulation = self.loader.global_batch_size // (config.training.local_batch_size * self.world.size)
+        self.args = replace(
+            model_args(config.model.flavor, asdict(config.model.args)),
+            varlen_engine=config.model.varlen_engine,
+            max_documents_per_row=resolved_max_documents(config),
+        )
+        self.param_dtype = resolve_param_dtype(config.training.mixed_precision_param, self.device.type)
+        self.model = self._build_model()
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        compile_loss = config.compile.enable and "loss" in config.compile.components
+        self.loss_fn = LinearCrossEntropy(config.compile.backend if compile_loss else None)
+
+        self.step = 0
+        self.tokens_seen = 0
+        self.checkpoint = CheckpointManager(
+            config.checkpoint, self.dump_folder / config.checkpoint.folder, self.model, self.optimizer
+        )
+        self._load_checkpoint()
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def _build_loader(self) -> RowLoader:
+        tokenizer = load_tokenizer(self.config.model.hf_assets_path)
+        loader = build_loader(
+            self.config,
+            tokenizer,
+            dp_rank=self.world.rank,
+            dp_degree=self.world.size,
+            device_type=self.device.type,
+        )
+        logger.info(f"Data: {loader.stats}")
+        return loader
+
+    def _build_model(self) -> Transformer:
+        """Meta device first, so that no rank ever holds more than its shard."""
+        config = self.config
+        with torch.device("meta"):
+            model = Transformer(self.args)
+        parameters = sum(p.numel() for p in model.parameters())
+        apply_activation_checkpoint(model, config.activation_checkpoint)
+        if config.compile.enable and "model" in config.compile.components:
+            compile_blocks(model, config.compile.backend)
+        reduce_dtype = resolve_param_dtype(config.training.mixed_precision_reduce, self.device.type)
+        mesh = build_mesh(self.world, config.parallelism.data_parallel_shard_degree)
+        shard_model(model, mesh, self.param_dtype, reduce_dtype)
+        model.to_empty(device=self.device)
+        init_weights(model, self.args, config.training.seed)
+        dtype = str(self.param_dtype).removeprefix("torch.")
+        logger.info(
+            f"Model: {config.model.name} {config.model.flavor}, {parameters:,} parameters, computing in {dtype}"
+        )
+        if self.args.attention == "flex_block_causal" and self.device.type == "cpu":
+            info_once("FlexAttention has no CPU backward: its mask is applied through a dense-mask SDPA instead")
+        return model
+
+    def _load_checkpoint(self) -> None:
+        if not self.config.checkpoint.enable:
+            return
+        state = self.checkpoint.load()
+        if state is not None:
+            self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+            self.loader.load_state_dict(state["data"])
+
+    def _state(self) -> dict:
+        """Plain data that, with model and optimizer, determines the rest of the run. The learning rate follows from the
+        step and all randomness of a step from (seed, step, rank), the seed being part of the data's fingerprint."""
+        return {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "seed": self.config.training.seed,
+            "data": self.loader.state_dict(),
+        }
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train until ``training.steps``."""
+        total = self.config.training.steps
+        if self.step >= total:
+            logger.info(f"Nothing to do: step {self.step} of training.steps={total} is done")
+        peak, source = peak_flops(self.device, self.param_dtype)
+        logger.info(f"MFU is held against {peak / 1e12:,.2f} TFLOP/s per device: {source}")
+        self.throughput = Throughput(world_size=self.world.size, peak_flops=peak)
+        with ExitStack() as stack:
+            collector = stack.enter_context(GarbageCollection(self.config.training.gc_freq))
+            bar = stack.enter_context(ProgressBar(total, self.step, self.main_rank))
+            metrics = stack.enter_context(MetricsLogger(self.config, self.step)) if self.main_rank else None
+            profiler = stack.enter_context(
+                maybe_profile(self.config.profiling, self.dump_folder, self.world.rank, self.step)
+            )
+            self.batches = iter(self.loader)
+            while self.step < total:
+                measured = self.train_step()
+                if measured is not None:
+                    bar.show(loss=measured.loss, tps=measured.tps)
+                    if metrics is not None:
+                        metrics.log(measured)
+                self._save_if_due()
+                bar.step()
+                profiler.step()
+                collector.step(self.step)
+            self.checkpoint.wait()
+        logger.info(f"Done: {self.step} steps, {self.tokens_seen:,} tokens")
+
+    def train_step(self) -> StepMetrics | None:
+        """One optimizer step. Returns its metrics if it is one to log."""
+        self.step += 1
+        began = time.perf_counter()
+        batches = [next(self.batches) for _ in range(self.accumulation)]
+        data_wait = time.perf_counter() - began
+        local = Counts.of(batches, self.args)
+        total = local.over_ranks()
+        lr = self._set_lr()
+        torch.manual_seed(_step_seed(self.config.training.seed, self.step, self.world.rank))
+
+        result = None
+        if total.targets == 0:
+            logger.warning(f"Step {self.step}: the global batch has no target token; the update is skipped")
+        else:
+            loss_sum = self._forward_backward(batches, total.targets)
+            grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            result = (loss_sum, grad_norm)
+
+        self.loader.mark_trained(self.loader.global_batch_size)
+        self._count(total, data_wait)
+        if result is None or not self._is_log_step():
+            return None
+        return self._measure(*result, local, total, lr)
+
+    def _forward_backward(self, batches: list[Batch], global_targets: int) -> Tensor:
+        """Accumulate the gradients of (sum of token losses / target tokens of all ranks). Returns this rank's sum."""
+        loss_sum = torch.zeros((), device=self.device)
+        for batch in batches:
+            batch = Batch(*(field.to(self.device, non_blocking=True) for field in batch))
+            loss = self.model(
+                batch.tokens, batch.document_ids, batch.positions, labels=batch.labels, loss_fn=self.loss_fn
+            )
+            (loss / global_targets).backward()
+            loss_sum += loss.detach()
+        return loss_sum
+
+    def _set_lr(self) -> float:
+        config = self.config
+        lr = config.optimizer.lr * lr_factor(self.step, config.training.steps, config.lr_scheduler)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _save_if_due(self) -> None:
+        checkpoint = self.config.checkpoint
+        last = self.step == self.config.training.steps
+        if checkpoint.enable and (last or self.step % checkpoint.interval == 0):
+            self.checkpoint.save(self.step, self._state())
+
+    # -- measuring -----------------------------------------------------------------------------------------------------
+
+    def _is_log_step(self) -> bool:
+        return self.step in (1, self.config.training.steps) or self.step % self.config.metrics.log_freq == 0
+
+    def _count(self, total: Counts, data_wait: float) -> None:
+        rows, seq_len = self.loader.global_batch_size, self.config.training.seq_len
+        self.tokens_seen += rows * seq_len
+        self.throughput.add(
+            tokens=rows * seq_len,
+            targets=total.targets,
+            rows=rows,
+            documents=total.documents,
+            padding=rows * seq_len - total.tokens,
+            flops=step_flops(
+                matmul_params=self.args.matmul_params,
+                attention_width=self.args.n_heads * self.args.head_dim,
+                tokens=total.tokens,
+                pairs=total.pairs,
+            ),
+            data_wait_s=data_wait,
+        )
+
+    def _measure(self, loss_sum: Tensor, grad_norm: Tensor, local: Counts, total: Counts, lr: float) -> StepMetrics:
+        """Metrics of this step, the same on every rank (but for memory, which is this rank's)."""
+        max_loss = loss_sum / max(local.targets, 1)  # a rank without targets has lost nothing
+        dist.all_reduce(loss_sum)
+        dist.all_reduce(max_loss, op=dist.ReduceOp.MAX)
+        memory_gib, memory_fraction = device_memory(self.device)
+        metrics = StepMetrics(
+            step=self.step,
+            loss=loss_sum.item() / total.targets,
+            max_loss=max_loss.item(),
+            grad_norm=grad_norm.item(),
+            lr=lr,
+            tokens_seen=self.tokens_seen,
+            memory_gib=memory_gib,
+            memory_fraction=memory_fraction,
+            **self.throughput.summary(),
+        )
+        return metrics
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    """Seed of all randomness (dropout, say) of one step on one data-parallel rank."""
+    return ((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63
+
+
+def _set_determinism(deterministic: bool) -> None:
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
