@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_lite.config.load import ConfigError, load_config
+from torchtitan_lite.observability.logging import init_logger
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -48,6 +49,10 @@ def launch(argv: list[str]) -> None:
     """Check, then train; returns when all processes have ended well. Raises ConfigError."""
     argv = with_config_file(argv)
     config = load_config(argv)  # --help ends here, before torch is imported
+    try:
+        init_logger()  # the processes do the same; here only LOG_RANK is of interest
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
 
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -83,9 +83,9 @@ def test_global_batch_size_must_divide(given, nearest):
     assert f"global_batch_size={given}" in problem and "4 x 2 = 8" in problem and f"; {nearest} would do" in problem
 
 
-def test_warmup_longer_than_the_run():
-    problem = only_problem("--lr_scheduler.warmup_steps=11", "--training.steps=10")
-    assert "warmup_steps=11" in problem and "training.steps=10" in problem
+def test_warmup_longer_than_the_run_warns():
+    (warning,) = check("--lr_scheduler.warmup_steps=11", "--training.steps=10")
+    assert "warmup_steps=11" in warning and "training.steps=10" in warning
     assert check("--lr_scheduler.warmup_steps=10", "--training.steps=10") == []
 
 
@@ -209,7 +209,7 @@ def test_all_problems_are_reported_together(tmp_path):
         "--optimizer.lr=-1",
         "--model.args.n_kv_heads=3",
         "--training.global_batch_size=3",
-        "--lr_scheduler.warmup_steps=2000",
+        "--checkpoint.keep_latest_k=1",
         "--training.dataset=nothing",
         "--model.hf_assets_path=/no/such",
     )

@@ -117,15 +117,6 @@ def _batch(run: _Run) -> Iterator[str]:
         )
 
 
-def _schedule(run: _Run) -> Iterator[str]:
-    warmup, steps = run.config.lr_scheduler.warmup_steps, run.config.training.steps
-    if warmup > steps:
-        yield (
-            f"lr_scheduler.warmup_steps={warmup} is more than training.steps={steps}: the run would end before the "
-            f"learning rate reaches its peak; set at most {steps}"
-        )
-
-
 def _sequence(run: _Run) -> Iterator[str]:
     if run.args is None:
         return
@@ -222,7 +213,6 @@ _RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
     _ranges,
     _parallelism,
     _batch,
-    _schedule,
     _sequence,
     _attention,
     _activation_checkpoint,
@@ -241,6 +231,12 @@ def _warnings(run: _Run) -> Iterator[str]:
         yield (
             f"model.flavor={config.model.flavor}: plain sdpa attends across all documents packed into a row; "
             f"{join_flavor(size, 'sdpa_block_causal')} and {join_flavor(size, 'flex_block_causal')} keep them apart"
+        )
+    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if warmup > steps:  # quick trials with few steps are common, and well-defined
+        yield (
+            f"lr_scheduler.warmup_steps={warmup} is more than training.steps={steps}: the run ends before the learning "
+            "rate reaches its peak"
         )
     selective = config.activation_checkpoint.mode == "selective"
     model_compiled = config.compile.enable and "model" in config.compile.components
