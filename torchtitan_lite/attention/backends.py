@@ -75,25 +75,27 @@ def unsupported(attention: str, *, device_type: str, dtype: torch.dtype, spec: M
     name = attention if resolved is None else f"{attention} with model.varlen_engine={resolved}"
     dtype_name = str(dtype).removeprefix("torch.")
 
-    def alternatives(**need: Any) -> str:
-        able = [
-            other if other_engine is None else f"{other} (model.varlen_engine={other_engine})"
-            for (other, other_engine), s in SUPPORT.items()
-            if need.get("window", False) <= s.sliding_window and device_type in s.devices and dtype_name in s.dtypes
-        ]
-        return ", ".join(able) or "nothing here"
+    windowed = spec.sliding_window is not None
+    able = [  # what could stand in: it does at least what is asked of this one
+        other if other_engine is None else f"{other} (model.varlen_engine={other_engine})"
+        for (other, other_engine), s in SUPPORT.items()
+        if device_type in s.devices
+        and dtype_name in s.dtypes
+        and s.documents >= support.documents
+        and s.sliding_window >= windowed
+    ]
+    alternatives = ", ".join(able) or "nothing here"
 
     problems = []
-    if spec.sliding_window is not None and not support.sliding_window:
+    if windowed and not support.sliding_window:
         problems.append(
-            f"model.args.sliding_window={spec.sliding_window}: {name} has no sliding window; "
-            f"these have: {alternatives(window=True)}"
+            f"model.args.sliding_window={spec.sliding_window}: {name} has no sliding window; these have: {alternatives}"
         )
     if device_type not in support.devices:
-        problems.append(f"{name} does not run on {device_type}; these do: {alternatives()}")
+        problems.append(f"{name} does not run on {device_type}; these do: {alternatives}")
     if dtype_name not in support.dtypes:
         problems.append(
             f"{name} computes in {' or '.join(support.dtypes)}, not in {dtype_name} (training.mixed_precision_param); "
-            f"in {dtype_name} these do: {alternatives()}"
+            f"in {dtype_name} these do: {alternatives}"
         )
     return problems

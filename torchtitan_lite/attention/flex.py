@@ -56,11 +56,9 @@ def block_mask(document_ids: Tensor, spec: MaskSpec, block_size: int = BLOCK_SIZ
     lowest = first[:, ::block_size, None]  # first key of the first query of a block: [batch, q_blocks, 1]
     highest = first[:, block_size - 1 :: block_size, None]  # ... of its last query
 
-    below = blocks < blocks[:, None]  # key block wholly before the query block
-    attended = (key_start + block_size > lowest) & (blocks <= blocks[:, None])
-    full = (key_start >= highest) & below  # [batch, q_blocks, kv_blocks]
-    if block_size == 1:
-        full = attended
+    key_end = key_start + block_size - 1
+    attended = (key_end >= lowest) & (blocks <= blocks[:, None])  # some pair: [batch, q_blocks, kv_blocks]
+    full = (key_start >= highest) & (key_end <= key_start[:, None])  # every pair: no key after the first query
 
     def mask_mod(b, h, q_index, kv_index):
         return (kv_index <= q_index) & (kv_index >= first[b, q_index])

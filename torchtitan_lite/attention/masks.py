@@ -72,8 +72,9 @@ def cumulative_lengths(document_ids: Tensor, spec: MaskSpec, max_documents_per_r
     Unused places repeat the end, documents of length zero. The shape depends on nothing but the cap, so that
     compiled code sees one shape; nothing is read back from the device. None as the cap: ``seq``.
 
-    Raises ValueError on CPU when a row holds more documents than the cap; on CUDA, where looking would wait for the
-    device, the scatter below fails with a device assertion instead of attending wrongly.
+    The packer holds each row to the cap; here rows share their places. Raises ValueError on CPU when the batch does not
+    fit; on CUDA, where looking would wait for the device, the scatter below fails with a device assertion instead of
+    attending wrongly.
     """
     batch, seq = document_ids.shape
     places = batch * ((max_documents_per_row or seq) + 1)

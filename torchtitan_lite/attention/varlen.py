@@ -77,8 +77,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
 def _nested(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     groups = q.shape[1] // k.shape[1]  # jagged SDPA has no grouped heads: repeat them
     k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    # The places left over hold documents of length zero, which the fused kernels skip. Torch refuses those kernels when
+    # it hears of an empty document, and has no other causal one: it is told that the shortest has one token.
     q, k, v = (
-        torch.nested.nested_tensor_from_jagged(x, cu_seqlens, min_seqlen=0, max_seqlen=max_seqlen).transpose(1, 2)
+        torch.nested.nested_tensor_from_jagged(x, cu_seqlens, min_seqlen=1, max_seqlen=max_seqlen).transpose(1, 2)
         for x in (q, k, v)
     )
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).values()

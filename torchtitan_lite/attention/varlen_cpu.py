@@ -69,7 +69,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window
     [documents + 1] rising from 0 to ``tokens``, ``window`` the number of tokens attended, itself included, or None.
     Returns the output, like q, and the log-sum-exp of every query's scores, fp32 [tokens, heads].
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    q, k, v = (x.contiguous() for x in (q, k, v))  # the kernel takes a row of head_dim to be adjacent, unchecked
+    out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     for queries, keys, mask in _tiles(cu_seqlens, window, q.dtype):
         tile_out, tile_lse = _flash(
@@ -84,8 +85,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window
 def _varlen_attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Zeros, not empty: overlapping tiles add to dk and dv.
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))  # zeros: overlapping tiles add to dk and dv
     for queries, keys, mask in _tiles(cu_seqlens, window, q.dtype):
         grads = _flash_backward(
             _heads_first(grad_out[queries]),
