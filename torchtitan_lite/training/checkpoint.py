@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,10 @@ class CheckpointManager:
         self.model = model
         self.optimizer = optimizer
         self._pending: Future | None = None
-        # A background save on the default group would wait for the training step's collectives, and they for it.
-        self._group = dist.new_group(backend="gloo") if config.async_mode == "async" else None
+        if config.async_mode == "async":
+            # A background save on the default group would wait for the training step's collectives, and they for it.
+            self._group = dist.new_group(backend="gloo")
+            self._background = ThreadPoolExecutor(max_workers=1)
 
     def save(self, step: int, train_state: dict[str, Any]) -> None:
         """Write step-``step``; in async mode only a copy is made before this returns."""
@@ -92,14 +94,14 @@ class CheckpointManager:
         # Only copies leave this method: on CPU the stager would hand over the live tensors.
         if next(self.model.parameters()).device.type == "cpu":
             state = _clone(state)
-        self._pending = dcp.async_save(state, checkpoint_id=path, process_group=self._group)
-        self._pending.add_done_callback(lambda future: future.exception() or self._finish(path, step))
+        written = dcp.async_save(state, checkpoint_id=path, process_group=self._group)
+        self._pending = self._background.submit(self._finish_after, written, path, step)
 
     def wait(self) -> None:
-        """Wait for a background save to end. Raises what went wrong in it."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+        """Wait until a background save has ended and is marked complete. Raises what went wrong in it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def load(self) -> dict[str, Any] | None:
         """Load the newest complete checkpoint, or the one that ``load_step`` names, and return its train_state.
@@ -145,11 +147,15 @@ class CheckpointManager:
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         """Fill ``state`` from ``path``, and the model from it. DCP would drop keys and cast types without a word."""
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        problems = _differences(stored, dcp.state_dict_saver._stateful_to_state_dict(state))
+        problems = _differences(stored, state)
         if problems:
             raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(problems))
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(self.model, state["model"])
+
+    def _finish_after(self, written: Future, path: Path, step: int) -> None:
+        written.result()
+        self._finish(path, step)
 
     def _finish(self, path: Path, step: int) -> None:
         """Once all ranks have written: mark the checkpoint complete and remove old ones (rank 0 alone)."""
@@ -160,7 +166,9 @@ class CheckpointManager:
         os.replace(partial, path / MARKER)
         logger.info(f"Saved a checkpoint to {path}")
         if self.config.keep_latest_k > 0:
-            for old in complete_steps(self.folder)[: -self.config.keep_latest_k]:
+            # Later steps are those of a run that was rewound by load_step; they are no reason to drop this one.
+            saved = [other for other in complete_steps(self.folder) if other <= step]
+            for old in saved[: -self.config.keep_latest_k]:
                 old_path = self.folder / f"step-{old}"
                 (old_path / MARKER).unlink()  # first, or a kill in the middle would leave a torso that counts
                 shutil.rmtree(old_path)

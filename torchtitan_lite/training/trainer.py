@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ from torchtitan_lite.observability.profiler import maybe_profile
 from torchtitan_lite.observability.progress import ProgressBar
 from torchtitan_lite.observability.throughput import Throughput
 from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
-from torchtitan_lite.training.checkpoint import CheckpointManager
+from torchtitan_lite.training.checkpoint import CheckpointManager, complete_steps
 from torchtitan_lite.training.compile import compile_blocks
 from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.lr_schedule import lr_factor
@@ -107,6 +108,8 @@ class Trainer:
 
         self.step = 0
         self.tokens_seen = 0
+        self.norm_sum = torch.zeros((), device=self.device)  # of the steps since norms were last seen to be finite
+        self.finite_step = 0
         self.checkpoint = CheckpointManager(
             config.checkpoint, self.dump_folder / config.checkpoint.folder, self.model, self.optimizer
         )
@@ -155,6 +158,7 @@ class Trainer:
         if state is not None:
             self.step, self.tokens_seen = state["step"], state["tokens_seen"]
             self.loader.load_state_dict(state["data"])
+        self.finite_step = self.step
 
     def _state(self) -> dict:
         """Plain data that, with model and optimizer, determines the rest of the run. The learning rate follows from the
@@ -216,10 +220,13 @@ class Trainer:
             grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.norm_sum += grad_norm
             result = (loss_sum, grad_norm)
 
         self.loader.mark_trained(self.loader.global_batch_size)
         self._count(total, data_wait)
+        if self._is_log_step() or self._is_save_step():
+            self._require_finite()
         if result is None or not self._is_log_step():
             return None
         return self._measure(*result, local, total, lr)
@@ -243,11 +250,33 @@ class Trainer:
             group["lr"] = lr
         return lr
 
-    def _save_if_due(self) -> None:
+    def _is_save_step(self) -> bool:
         checkpoint = self.config.checkpoint
         last = self.step == self.config.training.steps
-        if checkpoint.enable and (last or self.step % checkpoint.interval == 0):
+        return checkpoint.enable and (last or self.step % checkpoint.interval == 0)
+
+    def _save_if_due(self) -> None:
+        if self._is_save_step():
             self.checkpoint.save(self.step, self._state())
+
+    def _require_finite(self) -> None:
+        """Stop a run that has diverged, before it logs or saves: on those steps only, as this waits for the device.
+
+        A loss that is not finite has no finite gradient, and the norm is the same on every rank, so all stop at once.
+        The sum stays broken after a single broken step, even if only a few rows of the embedding carry the damage on.
+        """
+        norm_sum = self.norm_sum.item()
+        if not math.isfinite(norm_sum):
+            self.checkpoint.wait()
+            good = complete_steps(self.checkpoint.folder) if self.config.checkpoint.enable else []
+            resume = f"step {good[-1]} in {self.checkpoint.folder}" if good else "there is none"
+            raise FloatingPointError(
+                f"Training diverged: loss or gradients were not finite (norm {norm_sum}) in steps "
+                f"{self.finite_step + 1} to {self.step}. Last good checkpoint: {resume}. A lower optimizer.lr or a "
+                "longer lr_scheduler.warmup_steps may help"
+            )
+        self.finite_step = self.step
+        self.norm_sum.zero_()
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,41 @@
+"""Fixtures of more than one folder. This file also puts ``tests/`` on the path, for the helpers beside it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool
+from toy_run import write_documents
+
+from torchtitan_lite.distributed.mesh import World, init_distributed
+
+
+@pytest.fixture(scope="session")
+def rank_pool():
+    """Four gloo processes that all multi-rank cases share: starting them takes longer than any one case."""
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory):
+    """A json file of short documents, and beside it the cache of their tokens."""
+    return write_documents(tmp_path_factory.mktemp("documents") / "documents.jsonl")
+
+
+@pytest.fixture
+def cpu_only(monkeypatch):
+    """The same run on every machine; leaves neither a process group nor determinism nor compiled code behind."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_rank(cpu_only):
+    """A process group of this process alone."""
+    world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"))
+    init_distributed(world, timeout_seconds=60)
+    return world
