@@ -1,0 +1,93 @@
+"""A run that is killed and resumed goes on as if nothing had happened, bit for bit."""
+
+import json
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from runs import TINY, command, environment, kill_tree, train, write_documents
+
+from torchtitan_lite.data.packing import pack
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.training.checkpoint import is_complete
+
+ROWS = 40  # of the data set: ten global batches of four, so that step 10 ends an epoch and step 15 lies within one
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """A file whose documents pack into exactly ROWS rows."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = write_documents(folder / "all.jsonl", 200).read_text().splitlines(keepends=True)
+    tokenizer = load_tokenizer("debug")
+    import json
+
+    lengths = np.array([len(tokenizer.encode(json.loads(line)["text"])) for line in lines])
+    count = next(n for n in range(1, 200) if pack(lengths[:n], 128, 16, 42).num_rows == ROWS)
+    path = folder / "documents.jsonl"
+    path.write_text("".join(lines[:count]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(documents):
+    return (
+        *TINY,
+        f"--training.dataset_path={documents}",
+        "--training.steps=20",
+        "--checkpoint.enable",
+        "--checkpoint.interval=5",
+        "--data.num_workers=0",
+    )
+
+
+@pytest.fixture(scope="module")
+def straight(settings, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("straight"), *settings)
+
+
+def train_until_saved(dump_folder, step, *args):
+    """Start a run and kill it with signal 9 as soon as the checkpoint of ``step`` is complete."""
+    process = subprocess.Popen(
+        command(f"--job.dump_folder={dump_folder}", *args),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 240
+    while not is_complete(dump_folder / "checkpoint" / f"step-{step}"):
+        assert process.poll() is None or is_complete(dump_folder / "checkpoint" / f"step-{step}"), "ended too early"
+        assert time.monotonic() < deadline, f"no checkpoint of step {step}"
+        time.sleep(0.02)
+    kill_tree(process)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_killed_twice_equals_straight(async_mode, settings, straight, tmp_path):
+    settings = (*settings, f"--checkpoint.async_mode={async_mode}")
+    train_until_saved(tmp_path, 10, *settings)  # exactly at the end of an epoch
+    train_until_saved(tmp_path, 15, *settings, "--checkpoint.load_step=10")  # in the middle of one
+    resumed = train(tmp_path, *settings, "--checkpoint.load_step=15")
+
+    assert [m["step"] for m in resumed] == list(range(1, 21))
+    for name in ("loss", "max_loss", "grad_norm", "lr", "tokens_seen", "padding_fraction", "documents_per_row"):
+        assert [m[name] for m in resumed] == [m[name] for m in straight], name
+
+
+def test_straight_run_learns_and_counts(straight):
+    assert straight[-1]["loss"] < straight[0]["loss"] - 0.5
+    assert [m["tokens_seen"] for m in straight] == [4 * 128 * step for step in range(1, 21)]
+    # One row each of the first ten steps' epoch, so their mean is the data set's: several documents share a row.
+    assert np.mean([m["documents_per_row"] for m in straight[:10]]) > 1.5
+
+
+def test_last_step_is_the_one_resumed(settings, straight, tmp_path):
+    """A run that ended can be extended, and one that is done does nothing."""
+    first = (*settings, "--training.steps=7", "--lr_scheduler.decay_ratio=0")
+    train(tmp_path, *first)
+    again = train(tmp_path, *first)
+    assert [m["step"] for m in again] == list(range(1, 8))
+    longer = train(tmp_path, *first, "--training.steps=9")
+    assert [m["step"] for m in longer] == list(range(1, 10))
+    assert longer[:7] == again
