@@ -134,22 +134,7 @@ case "$*" in
     *launch.py*) printf '%s\n' "PYTHONPATH=$PYTHONPATH" "PWD=$PWD" "$@" ;;
 esac
 """
-TOOLS = (
-    "bash",
-    "env",
-    "basename",
-    "dirname",
-    "readlink",
-    "cat",
-    "cksum",
-    "tr",
-    "rm",
-    "mkdir",
-    "flock",
-    "cp",
-    "sleep",
-    "touch",
-)
+TOOLS = "bash env basename dirname readlink cat cksum tr rm mkdir flock cp sleep touch".split()
 
 
 @pytest.fixture
