@@ -126,6 +126,13 @@ class Trainer:
             dp_degree=self.world.size,
             device_type=self.device.type,
         )
+        fingerprints = [None] * self.world.size
+        dist.all_gather_object(fingerprints, loader.fingerprint)
+        if differing := [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]:
+            raise RuntimeError(
+                f"Rank 0 has packed other data than rank(s) {differing}: {fingerprints[0]} is not "
+                f"{fingerprints[differing[0]]}. Do all nodes read the same files with the same software?"
+            )
         logger.info(f"Data: {loader.stats}")
         return loader
 
