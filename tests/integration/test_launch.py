@@ -134,7 +134,7 @@ case "$*" in
     *launch.py*) printf '%s\n' "PYTHONPATH=$PYTHONPATH" "PWD=$PWD" "$@" ;;
 esac
 """
-TOOLS = "bash env basename dirname readlink cat cksum tr rm mkdir flock cp sleep touch".split()
+TOOLS = "bash env basename dirname readlink cat cksum tr rm mkdir flock cp sleep touch"
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def machine(tmp_path):
         folder.mkdir(parents=True)
     for name in ("run_train.sh", "scripts/setup_env.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(REPO / name, repo / name)
-    for tool in TOOLS:
+    for tool in TOOLS.split():
         if shutil.which(tool):
             (tools / tool).symlink_to(shutil.which(tool))
     for name in ("python3", "python"):
