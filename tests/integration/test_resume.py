@@ -21,7 +21,6 @@ def documents(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     lines = write_documents(folder / "all.jsonl", 200).read_text().splitlines(keepends=True)
     tokenizer = load_tokenizer("debug")
-    import json
 
     lengths = np.array([len(tokenizer.encode(json.loads(line)["text"])) for line in lines])
     count = next(n for n in range(1, 200) if pack(lengths[:n], 128, 16, 42).num_rows == ROWS)

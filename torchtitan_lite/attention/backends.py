@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_lite.attention.flex import FlexAttention
 from torchtitan_lite.attention.masks import MaskSpec
-from torchtitan_lite.attention.sdpa import SdpaAttention
-from torchtitan_lite.attention.varlen import VarlenAttention, resolve_engine
+
+BLOCK_SIZE = 128
+"""Tokens of a block of FlexAttention's mask; rows must be a multiple of it."""
 
 
 class AttentionBackend(Protocol):
@@ -54,8 +54,22 @@ def masks_documents(attention: str) -> bool:
     return any(support.documents for (name, _), support in SUPPORT.items() if name == attention)
 
 
+def resolve_engine(engine: str, device_type: str, dtype: torch.dtype) -> str:
+    """The engine that ``auto`` stands for on a device: cpu there, else flash for 16-bit types and nested for fp32."""
+    if engine != "auto":
+        return engine
+    if device_type != "cuda":
+        return "cpu"
+    return "flash" if dtype in (torch.float16, torch.bfloat16) else "nested"
+
+
 def build_backend(attention: str, *, max_documents_per_row: int | None, varlen_engine: str) -> AttentionBackend:
     """The back-end of a flavor's attention. Raises ValueError for an unknown name."""
+    # Imported here: the kernels bring torch's compiler along, seconds that reading the table above need not cost.
+    from torchtitan_lite.attention.flex import FlexAttention
+    from torchtitan_lite.attention.sdpa import SdpaAttention
+    from torchtitan_lite.attention.varlen import VarlenAttention
+
     if attention == "sdpa":
         return SdpaAttention()
     if attention == "sdpa_block_causal":

@@ -9,17 +9,16 @@ FlexAttention has no CPU backward. On CPU the same mask, as a dense tensor, goes
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from torchtitan_lite.attention.backends import BLOCK_SIZE
 from torchtitan_lite.attention.masks import MaskSpec, dense_mask, first_keys
-
-BLOCK_SIZE = 128
-
-# Uncompiled, flex_attention materialises the scores. Inside a compiled block this is inlined.
-_flex_attention = torch.compile(flex_attention, dynamic=False)
 
 
 class FlexAttention:
@@ -40,6 +39,18 @@ class FlexAttention:
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=state, enable_gqa=gqa)
         return out.transpose(1, 2)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex_attention(*args, **kwargs) -> Tensor:
+    """flex_attention, compiled by itself where no compiled block is around it: otherwise it would materialise the
+    scores."""
+    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    return attend(*args, **kwargs)
 
 
 def block_mask(document_ids: Tensor, spec: MaskSpec, block_size: int = BLOCK_SIZE) -> BlockMask:

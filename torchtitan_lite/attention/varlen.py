@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from torchtitan_lite.attention.backends import resolve_engine
 from torchtitan_lite.attention.masks import MaskSpec, cumulative_lengths
 from torchtitan_lite.attention.varlen_cpu import varlen_attention
 
@@ -56,15 +57,6 @@ class VarlenAttention:
         else:
             out = _nested(*flat, state.cu_seqlens, seq)
         return out.view(q.shape)
-
-
-def resolve_engine(engine: str, device_type: str, dtype: torch.dtype) -> str:
-    """The engine that ``auto`` stands for on a device: cpu there, else flash for 16-bit types and nested for fp32."""
-    if engine != "auto":
-        return engine
-    if device_type != "cuda":
-        return "cpu"
-    return "flash" if dtype in (torch.float16, torch.bfloat16) else "nested"
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, spec: MaskSpec) -> Tensor:

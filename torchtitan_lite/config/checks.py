@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.attention.backends import masks_documents, unsupported
-from torchtitan_lite.attention.flex import BLOCK_SIZE
+from torchtitan_lite.attention.backends import BLOCK_SIZE, masks_documents, unsupported
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.load import ConfigError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.sources import check_source
 from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
-from torchtitan_lite.distributed.fsdp import resolve_param_dtype
+from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.flavors import join_flavor, model_args, split_flavor
 

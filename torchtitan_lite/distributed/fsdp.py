@@ -8,18 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
-def resolve_param_dtype(name: str, device_type: str) -> torch.dtype:
-    """The compute type that training.mixed_precision_param stands for on a device.
-
-    ``auto`` is bfloat16, except on a CPU whose matrix kernels have no bf16 path: there bf16 products fall back to
-    scalar code, measured 80 times slower than fp32.
-    """
-    if name == "auto":
-        slow_bf16 = device_type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.float32 if slow_bf16 else torch.bfloat16
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
 def shard_model(model: nn.Module, mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
     """Shard every block of ``model.layers`` and then the rest, in place. Gradients are summed over ranks, not averaged:
     the loss is already divided by the target tokens of all of them."""

@@ -20,8 +20,9 @@ from torchtitan_lite.data.collator import PADDING_ID, Batch, num_targets
 from torchtitan_lite.data.loader import RowLoader, build_loader
 from torchtitan_lite.data.packing import resolved_max_documents
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.distributed.fsdp import resolve_param_dtype, shard_model
+from torchtitan_lite.distributed.fsdp import shard_model
 from torchtitan_lite.distributed.mesh import build_mesh, init_distributed, world_from_environment
+from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
