@@ -1,5 +1,8 @@
 """Fixtures of more than one folder. This file also puts ``tests/`` on the path, for the helpers beside it."""
 
+import logging
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +10,7 @@ from rank_pool import RankPool
 from toy_run import write_documents
 
 from torchtitan_lite.distributed.mesh import World, init_distributed
+from torchtitan_lite.observability.logging import logger
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +43,11 @@ def one_rank(cpu_only):
     world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"))
     init_distributed(world, timeout_seconds=60)
     return world
+
+
+@pytest.fixture
+def warned(monkeypatch, caplog) -> Callable[[], list[str]]:
+    """Call it for the warnings that the package has logged in this test."""
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level(logging.WARNING, logger=logger.name)
+    return lambda: [r.getMessage() for r in caplog.records if r.name == logger.name and r.levelno >= logging.WARNING]

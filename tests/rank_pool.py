@@ -1,20 +1,21 @@
 """Processes that run a function as the ranks of a gloo group, again and again."""
 
 import contextlib
+import multiprocessing
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
-
-import torch.multiprocessing as mp
 
 _TIMEOUT_S = 120
 
 
 class RankPool:
     """``run(n, function, *args)`` calls a function of some test module on ranks 0 to n - 1, each with the environment
-    that torchrun would give it, and returns what they return, in rank order. A group the function starts is ended for it.
+    that torchrun would give it, and returns what they return, in rank order. It ends the process group they start.
 
     An exception on any rank fails the call with that rank's traceback. The other ranks may then hang in a collective,
     so the processes are replaced.
@@ -42,19 +43,19 @@ class RankPool:
             pipe.send((function, args, {name: str(value) for name, value in environment.items()}))
         results = {}
         for _ in range(ranks):
-            ready = mp.connection.wait([p for p in pipes if p not in results], timeout=_TIMEOUT_S)
+            ready = wait([p for p in pipes if p not in results], timeout=_TIMEOUT_S)
             if not ready:
                 self._stop()
                 raise TimeoutError(f"{function.__name__}: no answer from ranks within {_TIMEOUT_S} s")
             pipe = ready[0]
-            failure, results[pipe] = pipe.recv()
+            failure, results[pipe] = pickle.loads(pipe.recv_bytes())
             if failure:
                 self._stop()
                 raise AssertionError(f"{function.__name__} on rank {pipes.index(pipe)} of {ranks}:\n{failure}")
         return [results[pipe] for pipe in pipes]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = multiprocessing.get_context("spawn")
         for _ in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -88,4 +89,5 @@ def _serve(pipe: Any) -> None:
                 if dist.is_initialized():
                     dist.destroy_process_group()
             torch._dynamo.reset()
-            pipe.send(answer)
+            # As bytes: sent as they are, tensors would be shared memory that ends with this process.
+            pipe.send_bytes(pickle.dumps(answer))

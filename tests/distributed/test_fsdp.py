@@ -1,0 +1,269 @@
+"""FSDP2 as this project sets it up, on 1, 2 and 4 gloo ranks, against one process without any of it."""
+
+import hashlib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toy_run import TOY, read_metrics, toy_config
+
+from torchtitan_lite.config.schema import ActivationCheckpoint, Checkpoint, Config, Optimizer
+from torchtitan_lite.distributed.fsdp import shard_model
+from torchtitan_lite.distributed.mesh import World, build_mesh, init_distributed, world_from_environment
+from torchtitan_lite.distributed.precision import resolve_param_dtype
+from torchtitan_lite.models.llama3.args import ModelArgs
+from torchtitan_lite.models.llama3.init import init_weights
+from torchtitan_lite.models.llama3.model import Transformer
+from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lite.training.checkpoint import CheckpointManager
+from torchtitan_lite.training.compile import compile_blocks
+from torchtitan_lite.training.loss import LinearCrossEntropy
+from torchtitan_lite.training.optimizer import build_optimizer, clip_grad_norm
+
+ROWS, SEQ, STEPS = 8, 32, 3
+MAX_NORM = 0.5  # below the norms met here, so that clipping is at work
+# 7 and 51 do not divide by 2 or 4: ranks hold shards of different sizes, and of one norm weight nothing at all.
+ARGS = replace(TOY, vocab_size=51, ffn_hidden_dim=7, attention="sdpa_block_causal")
+OPTIMIZER = Optimizer(lr=1e-2)
+
+
+def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """tokens, labels, document_ids; row r has about r / 8 of its labels, and the last two have none."""
+    generator = torch.Generator().manual_seed(step)
+    tokens, labels = torch.randint(0, ARGS.vocab_size, (2, ROWS, SEQ), generator=generator)
+    for row in range(ROWS):
+        labels[row, row * SEQ // ROWS :] = -100
+    labels[-2:] = -100
+    document_ids = torch.randint(0, 3, (ROWS, SEQ), generator=generator, dtype=torch.int32).sort().values
+    return tokens, labels, document_ids
+
+
+def digests(values: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in values.items()}
+
+
+def reference(args: ModelArgs) -> dict:
+    """One process, no sharding, whole logits, torch's own cross-entropy and clipping."""
+    model = Transformer(args)
+    init_weights(model, args, seed=0)
+    result = {"initial": digests({n: p.detach() for n, p in model.named_parameters()}), "losses": [], "norms": []}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(STEPS):
+        tokens, labels, document_ids = global_batch(step)
+        logits = model(tokens, document_ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        if step == 0:
+            result["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
+        result["losses"].append(loss.item())
+        result["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return result
+
+
+def sharded(args: ModelArgs, compile_backend: str | None = None, mode: str = "none", local_rows: int = 2) -> dict:
+    """The same steps on this rank of a group, through the project's parts and built as the trainer builds."""
+    world = world_from_environment()
+    init_distributed(world, timeout_seconds=60)
+    with torch.device("meta"):
+        model = Transformer(args)
+    apply_activation_checkpoint(model, ActivationCheckpoint(mode))
+    if compile_backend is not None:
+        compile_blocks(model, compile_backend)
+    shard_model(model, build_mesh(world, -1), torch.float32, torch.float32)
+    model.to_empty(device="cpu")
+    init_weights(model, args, seed=0)
+    full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    result = {"initial": digests(full), "losses": [], "norms": []}
+
+    optimizer, loss_fn = build_optimizer(model, OPTIMIZER), LinearCrossEntropy(chunk_logits=1000)
+    for step in range(STEPS):
+        batch = global_batch(step)
+        targets = int((batch[1] != -100).sum())
+        total = torch.zeros(())
+        for start in range(world.rank * local_rows, ROWS, world.size * local_rows):
+            tokens, labels, document_ids = (field[start : start + local_rows] for field in batch)
+            loss = model(tokens, document_ids, labels=labels, loss_fn=loss_fn) / targets
+            loss.backward()
+            total += loss.detach()
+        torch.distributed.all_reduce(total)
+        if step == 0:
+            # On one rank the full tensor is the shard itself, which clipping is about to scale.
+            result["gradients"] = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+        result["losses"].append(total.item())
+        result["norms"].append(clip_grad_norm(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return result
+
+
+def assert_equal_runs(got: dict, expected: dict) -> None:
+    assert got["initial"] == expected["initial"]
+    assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert got["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert min(expected["norms"]) > MAX_NORM
+    for name, gradient in expected["gradients"].items():
+        torch.testing.assert_close(got["gradients"][name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return reference(ARGS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_any_number_of_ranks_is_one_process(rank_pool, expected, ranks):
+    # On four ranks the last one has no target at all; on two, both accumulate two microbatches.
+    assert int((global_batch(0)[1][6:] != -100).sum()) == 0
+    for result in rank_pool.run(ranks, sharded, ARGS):
+        assert_equal_runs(result, expected)
+
+
+def test_tied_embeddings(rank_pool):
+    args = replace(ARGS, tie_embeddings=True)
+    expected = reference(args)
+    for result in rank_pool.run(2, sharded, args):
+        assert_equal_runs(result, expected)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_compiled_blocks(rank_pool, expected, mode):
+    for result in rank_pool.run(2, sharded, ARGS, "aot_eager", mode):
+        assert_equal_runs(result, expected)
+
+
+def test_one_rank_is_bitwise_the_model_without_fsdp(one_rank):
+    tokens, labels, document_ids = global_batch(0)
+    gradients = []
+    for shard in (False, True):
+        model = Transformer(ARGS)
+        if shard:
+            shard_model(model, build_mesh(one_rank, -1), torch.float32, torch.float32)
+        init_weights(model, ARGS, seed=0)
+        loss = model(tokens, document_ids, labels=labels, loss_fn=LinearCrossEntropy())
+        loss.backward()
+        full = {name: p.grad.full_tensor() if shard else p.grad for name, p in model.named_parameters()}
+        gradients.append({"loss": loss.detach(), **full})
+    plain, wrapped = gradients
+    assert plain.keys() == wrapped.keys()
+    assert all(torch.equal(value, wrapped[name]) for name, value in plain.items())
+
+
+def test_bf16_computes_in_bf16_over_fp32_masters(one_rank):
+    model = Transformer(replace(ARGS, n_layers=1))
+    shard_model(model, build_mesh(one_rank, -1), torch.bfloat16, torch.float32)
+    init_weights(model, ARGS, seed=0)
+    seen = {}
+
+    def look(module, inputs):
+        x, cos, _, _ = inputs
+        seen.update(x=x.dtype, cos=cos.dtype, weight=module.wq.weight.dtype)
+
+    model.layers["0"].attention_norm.register_forward_pre_hook(lambda m, i: seen.update(norm=m.weight.dtype))
+    model.layers["0"].attention.register_forward_pre_hook(look)
+    loss = model(
+        *(x[:1, :8] for x in global_batch(0)[::2]), labels=global_batch(0)[1][5:6, :8], loss_fn=LinearCrossEntropy()
+    )
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert seen == {"x": torch.bfloat16, "norm": torch.bfloat16, "weight": torch.bfloat16, "cos": torch.float32}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def checkpointed(folder: Path, save: bool) -> dict[str, torch.Tensor]:
+    """Save two steps of training, or load what was saved into weights of another seed; then one more step."""
+    world = world_from_environment()
+    init_distributed(world, timeout_seconds=60)
+    model = Transformer(ARGS)
+    shard_model(model, build_mesh(world, -1), torch.float32, torch.float32)
+    init_weights(model, ARGS, seed=0 if save else 1)
+    optimizer = build_optimizer(model, OPTIMIZER)
+    manager = CheckpointManager(Checkpoint(enable=True, async_mode="async"), folder, model, optimizer)
+
+    def learn(amount: float) -> None:
+        for p in model.parameters():
+            p.grad = p.detach().clone() + amount
+        optimizer.step()
+
+    if save:
+        learn(0.1), learn(0.2)
+        manager.save(2, {"step": 2})
+        manager.wait()
+    else:
+        assert manager.load() == {"step": 2}
+    learn(0.3)
+    values = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            values[f"{name}.{key}"] = optimizer.state[p][key].full_tensor()
+        values[f"{name}.step"] = optimizer.state[p]["step"].clone()
+    return values
+
+
+def test_a_checkpoint_of_four_ranks_loads_on_two_and_on_one(rank_pool, tmp_path):
+    saved, *others = rank_pool.run(4, checkpointed, tmp_path, True)
+    for ranks in (1, 2):
+        others += rank_pool.run(ranks, checkpointed, tmp_path, False)
+    for other in others:
+        assert other.keys() == saved.keys()
+        assert all(torch.equal(value, other[name]) for name, value in saved.items())
+
+
+def trained(config: Config) -> tuple[int, dict]:
+    from torchtitan_lite.training.trainer import Trainer  # seconds that the ranks of the other tests are spared
+
+    trainer = Trainer(config)
+    targets = [int((batch.labels != -100).sum()) for batch, _ in zip(trainer.loader, range(4), strict=False)]
+    trainer.train()
+    return trainer.tokens_seen, {"targets": targets, "data": trainer.loader.state_dict()}
+
+
+def test_whole_runs_log_the_same_on_any_number_of_ranks(rank_pool, documents, tmp_path):
+    logged = {}
+    for ranks, local_rows in [(1, 4), (2, 2), (4, 1)]:
+        folder = tmp_path / str(ranks)
+        settings = {"training.local_batch_size": local_rows, "training.global_batch_size": 8, "training.steps": 3}
+        results = rank_pool.run(ranks, trained, toy_config(folder, documents, **settings))
+        logged[ranks] = read_metrics(folder)
+        assert {tokens for tokens, _ in results} == {8 * 32 * 3}
+        assert all(state["data"] == results[0][1]["data"] for _, state in results)
+        targets = [state["targets"] for _, state in results]
+        assert ranks == 1 or targets[0] != targets[1]  # they do hold different numbers of targets
+    for ranks in (2, 4):
+        for name in ("step", "loss", "grad_norm", "lr", "tokens_seen", "padding_fraction", "documents_per_row"):
+            expected = [entry[name] for entry in logged[1]]
+            assert [entry[name] for entry in logged[ranks]] == pytest.approx(expected, rel=1e-5), (ranks, name)
+        # The largest mean of any rank, not the mean over them.
+        assert all(entry["max_loss"] > entry["loss"] for entry in logged[ranks])
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "has_bf16", "expected"),
+    [
+        ("auto", "cuda", False, torch.bfloat16),
+        ("auto", "cpu", True, torch.bfloat16),
+        ("auto", "cpu", False, torch.float32),
+        ("bfloat16", "cpu", False, torch.bfloat16),
+        ("float32", "cuda", True, torch.float32),
+    ],
+)
+def test_compute_type(monkeypatch, name, device, has_bf16, expected):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
+    assert resolve_param_dtype(name, device) == expected
+
+
+def test_a_process_without_a_launcher_stands_alone(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert world_from_environment() == World(rank=0, local_rank=0, size=1, device=torch.device("cpu"))
+
+
+def test_a_launched_process_knows_its_place(monkeypatch):
+    for name, value in {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert asdict(world_from_environment()) == asdict(World(9, 1, 16, torch.device("cuda", 1)))

@@ -1,0 +1,261 @@
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from toy_run import TOY
+
+from torchtitan_lite.config.schema import Checkpoint, Optimizer
+from torchtitan_lite.distributed.fsdp import shard_model
+from torchtitan_lite.distributed.mesh import build_mesh
+from torchtitan_lite.models.llama3.init import init_weights
+from torchtitan_lite.models.llama3.model import Transformer
+from torchtitan_lite.training.checkpoint import MARKER, CheckpointError, CheckpointManager, complete_steps
+from torchtitan_lite.training.optimizer import build_optimizer
+
+ARGS = replace(TOY, dim=8, n_layers=1, n_heads=2, n_kv_heads=1, ffn_hidden_dim=4, vocab_size=5)
+
+
+class Run:
+    """A sharded model with its optimizer and checkpoints; ``learn`` moves both away from where they are."""
+
+    def __init__(self, world, folder: Path, *, seed=0, optimizer=None, args=ARGS, **settings) -> None:
+        self.model = Transformer(args)
+        shard_model(self.model, build_mesh(world, -1), torch.float32, torch.float32)
+        init_weights(self.model, args, seed)
+        self.optimizer = build_optimizer(self.model, optimizer or Optimizer())
+        self.manager = CheckpointManager(Checkpoint(enable=True, **settings), folder, self.model, self.optimizer)
+
+    def learn(self, steps: int = 2) -> None:
+        for step in range(steps):
+            for p in self.model.parameters():
+                p.grad = torch.full_like(p, 0.1 * (step + 1))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        values = {f"model.{name}": p.full_tensor().detach().clone() for name, p in self.model.named_parameters()}
+        for name, p in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                values[f"{key}.{name}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        return values
+
+
+@pytest.fixture
+def new_run(one_rank, tmp_path):
+    return lambda folder="checkpoint", **settings: Run(one_rank, tmp_path / folder, **settings)
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(value, right[key]) for key, value in left.items())
+
+
+MODES = pytest.mark.parametrize("async_mode", ["disabled", "async"])
+
+
+@MODES
+def test_everything_comes_back(new_run, async_mode):
+    run = new_run(async_mode=async_mode)
+    run.learn()
+    run.manager.save(2, {"step": 2, "data": {"rows_trained": 14, "fingerprint": {"seed": 42}}})
+    run.manager.wait()
+    saved = run.values()
+    assert len(saved) == 4 * len(list(run.model.parameters()))  # the weights, two moments and a step count of each
+
+    other = new_run(seed=1, async_mode=async_mode)
+    assert other.manager.load() == {"step": 2, "data": {"rows_trained": 14, "fingerprint": {"seed": 42}}}
+    assert equal(other.values(), saved)
+    run.learn()
+    other.learn()
+    assert equal(other.values(), run.values())
+
+
+def fabricate(folder: Path, step: int, *, complete: bool) -> None:
+    (folder / f"step-{step}").mkdir(parents=True)
+    if complete:
+        (folder / f"step-{step}" / MARKER).write_text("{}")
+
+
+def test_steps_are_numbers_and_count_when_complete(tmp_path):
+    for step, complete in [(9, True), (10, True), (100, False), (2, True)]:
+        fabricate(tmp_path, step, complete=complete)
+    fabricate(tmp_path / "step-10", 11, complete=True)  # not a checkpoint of this folder
+    (tmp_path / "step-7").write_text("a file")
+    (tmp_path / "step-12.old").mkdir()
+    assert complete_steps(tmp_path) == [2, 9, 10]
+    assert complete_steps(tmp_path / "nowhere") == []
+
+
+def test_the_newest_complete_one_is_taken(new_run, tmp_path):
+    run = new_run()
+    for step in (9, 10):
+        run.manager.save(step, {"step": step})
+    fabricate(tmp_path / "checkpoint", 100, complete=False)
+    assert new_run().manager.load() == {"step": 10}
+    assert new_run(load_step=9).manager.load() == {"step": 9}
+
+
+@pytest.mark.parametrize(("steps", "there_are"), [([9, 10], "9, 10"), ([], "none")])
+def test_a_missing_step_is_an_error_that_lists_those_there_are(new_run, tmp_path, steps, there_are):
+    for step in steps:
+        fabricate(tmp_path / "checkpoint", step, complete=True)
+    fabricate(tmp_path / "checkpoint", 50, complete=False)
+    # Initial weights are no substitute for a step that was asked for.
+    run = new_run(load_step=50, initial_load_path=str(tmp_path))
+    with pytest.raises(CheckpointError, match=rf"load_step=50: .*no complete checkpoint of that step; .*{there_are}$"):
+        run.manager.load()
+
+
+def test_an_empty_folder_starts_afresh_or_from_given_weights(new_run, tmp_path):
+    run = new_run()
+    before = run.values()
+    assert run.manager.load() is None
+    assert equal(run.values(), before)
+
+    donor = new_run("donor", seed=1)
+    donor.learn()
+    donor.manager.save(3, {"step": 3})
+    fresh = new_run(initial_load_path=str(tmp_path / "donor" / "step-3"))
+    assert fresh.manager.load() is None  # the weights alone: neither a step nor optimizer state
+    weights = {key: value for key, value in donor.values().items() if key.startswith("model.")}
+    assert equal(fresh.values(), weights)
+
+    fresh.manager.save(1, {"step": 1})
+    resumed = new_run(seed=2, initial_load_path=str(tmp_path / "nowhere"))
+    assert resumed.manager.load() == {"step": 1}  # a checkpoint of its own goes first
+
+
+def test_initial_weights_must_be_a_checkpoint(new_run, tmp_path):
+    with pytest.raises(CheckpointError, match=r"initial_load_path=.*: not a complete checkpoint"):
+        new_run(initial_load_path=str(tmp_path)).manager.load()
+
+
+@pytest.mark.parametrize(("keep", "left"), [(2, [3, 4]), (3, [2, 3, 4]), (0, [1, 2, 3, 4])])
+@MODES
+def test_old_checkpoints_are_removed(new_run, tmp_path, keep, left, async_mode):
+    run = new_run(keep_latest_k=keep, async_mode=async_mode)
+    for step in (1, 2, 3, 4):
+        run.manager.save(step, {"step": step})
+    run.manager.wait()
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [f"step-{step}" for step in left]
+
+
+def test_a_rewound_run_keeps_what_it_saves(new_run, tmp_path):
+    for step in (5, 8, 10):
+        fabricate(tmp_path / "checkpoint", step, complete=True)
+    new_run(keep_latest_k=2).manager.save(6, {"step": 6})
+    assert complete_steps(tmp_path / "checkpoint") == [5, 6, 8, 10]
+
+
+def test_saving_over_a_torso(new_run, tmp_path):
+    fabricate(tmp_path / "checkpoint", 4, complete=False)
+    (tmp_path / "checkpoint" / "step-4" / "__9_0.distcp").write_text("left by a killed run of ten ranks")
+    new_run().manager.save(4, {"step": 4})
+    assert not (tmp_path / "checkpoint" / "step-4" / "__9_0.distcp").exists()
+    assert new_run(seed=1).manager.load() == {"step": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 12}, r"model\.tok_embeddings\.weight: \[5, 8\] in the checkpoint, \[5, 12\] here"),
+        ({"n_layers": 2}, r"model\.layers\.1\.[\w.]+: not in the checkpoint"),
+        ({"tie_embeddings": True}, r"model\.output\.weight: only in the checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_another_model_is_refused_by_the_names_that_differ(new_run, tmp_path, change, message, weights_only):
+    new_run().manager.save(1, {"step": 1})
+    settings = {"initial_load_path": str(tmp_path / "checkpoint" / "step-1")} if weights_only else {}
+    run = new_run("elsewhere" if weights_only else "checkpoint", args=replace(ARGS, **change), **settings)
+    before = run.values()
+    with pytest.raises(CheckpointError, match=message):
+        run.manager.load()
+    if weights_only:  # else the optimizer's state has been prepared
+        assert equal(run.values(), before)
+
+
+def test_a_long_list_of_differences_is_cut(new_run):
+    new_run().manager.save(1, {"step": 1})
+    with pytest.raises(CheckpointError, match=r"and \d+ more$") as error:
+        new_run(args=replace(ARGS, n_layers=3)).manager.load()
+    assert len(str(error.value).splitlines()) == 12
+
+
+def test_the_configuration_rules_over_saved_hyper_parameters(new_run, warned):
+    new_run(optimizer=Optimizer(lr=1e-3, weight_decay=0.1)).manager.save(1, {"step": 1})
+    new_run(optimizer=Optimizer(lr=5e-4)).manager.load()
+    assert not warned()  # the schedule sets the learning rate at every step
+
+    run = new_run(optimizer=Optimizer(lr=5e-4, weight_decay=0.3, beta2=0.99))
+    run.manager.load()
+    (group,) = run.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (5e-4, 0.3, (0.9, 0.99))
+    (warning,) = warned()
+    assert "weight_decay 0.1 -> 0.3" in warning and "betas (0.9, 0.95) -> (0.9, 0.99)" in warning
+
+
+class Gate:
+    """Holds back the writing of data until opened."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        write = dcp.FileSystemWriter.write_data
+
+        def gated(writer, *args, **kwargs):
+            self.reached.set()
+            assert self.open.wait(timeout=30)
+            return write(writer, *args, **kwargs)
+
+        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", gated)
+
+
+def test_training_goes_on_during_an_async_save_and_does_not_reach_the_file(new_run, tmp_path, monkeypatch):
+    run = new_run(async_mode="async")
+    run.learn()
+    saved = run.values()
+    gate = Gate(monkeypatch)
+    run.manager.save(2, {"step": 2})
+    assert gate.reached.wait(timeout=30)
+    run.learn(3)
+    assert complete_steps(tmp_path / "checkpoint") == []  # no marker before the data
+    gate.open.set()
+    run.manager.wait()
+    # Once waiting ends, the marker is there: the process group may be taken down now.
+    assert json.loads((tmp_path / "checkpoint" / "step-2" / MARKER).read_text()) == {"step": 2, "world_size": 1}
+    other = new_run(seed=1)
+    other.manager.load()
+    assert equal(other.values(), saved)
+
+
+def fail(*args, **kwargs):
+    raise OSError("disk full")
+
+
+@MODES
+@pytest.mark.parametrize("method", ["write_data", "finish"])
+def test_a_failed_save_is_reported_and_does_not_count(new_run, tmp_path, monkeypatch, async_mode, method):
+    run = new_run(async_mode=async_mode)
+    run.manager.save(1, {"step": 1})
+    run.manager.wait()
+    with monkeypatch.context() as broken, pytest.raises(BaseException, match="disk full"):  # not an Exception
+        broken.setattr(dcp.FileSystemWriter, method, fail)
+        run.manager.save(2, {"step": 2})
+        run.manager.wait()
+    assert complete_steps(tmp_path / "checkpoint") == [1]
+    run.manager.save(2, {"step": 2})  # over what the failure left
+    run.manager.wait()
+    assert complete_steps(tmp_path / "checkpoint") == [1, 2]
+
+
+@MODES
+def test_a_failure_to_mark_is_reported(new_run, tmp_path, monkeypatch, async_mode):
+    run = new_run(async_mode=async_mode)
+    monkeypatch.setattr("torchtitan_lite.training.checkpoint.os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        run.manager.save(1, {"step": 1})
+        run.manager.wait()
+    assert complete_steps(tmp_path / "checkpoint") == []
