@@ -117,7 +117,13 @@ class CheckpointManager:
                 f"it has {', '.join(map(str, steps)) or 'none'}"
             )
         if steps:
-            return self._load_run(self.folder / f"step-{steps[-1] if wanted == -1 else wanted}")
+            step = steps[-1] if wanted == -1 else wanted
+            if later := [other for other in steps if other > step]:
+                logger.warning(
+                    f"Going back to step {step}. Checkpoints of later steps stay until this run overwrites them, and one "
+                    f"without load_step would resume from them: {', '.join(map(str, later))}"
+                )
+            return self._load_run(self.folder / f"step-{step}")
         if self.config.initial_load_path is not None:
             path = Path(self.config.initial_load_path)
             if not (path / ".metadata").is_file():  # DCP's own last word; the folder need not be from this project

@@ -186,7 +186,7 @@ class Trainer:
         if self.step >= total:
             logger.info(f"Nothing to do: step {self.step} of training.steps={total} is done")
         peak, source = peak_flops(self.device, self.param_dtype)
-        logger.info(f"MFU is held against {peak / 1e12:,.2f} TFLOP/s per device: {source}")
+        logger.info(f"MFU is held against {peak / 1e12:,.3g} TFLOP/s per device: {source}")
         self.throughput = Throughput(world_size=self.world.size, peak_flops=peak)
         with ExitStack() as stack:
             collector = stack.enter_context(GarbageCollection(self.config.training.gc_freq))
