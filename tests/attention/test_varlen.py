@@ -58,6 +58,12 @@ def test_any_strides(window):
         assert torch.equal(plain, from_views) and torch.equal(plain, from_weights)
 
 
+def test_log_sum_exp_has_no_gradient():
+    """It is what backward needs; a gradient towards it would be lost without a word."""
+    out, lse = varlen_attention(*flat_qkv(), offsets(), None)
+    assert out.requires_grad and not lse.requires_grad
+
+
 def test_unused_places_change_nothing():
     inputs = flat_qkv()
     tight, loose = offsets()[:8], offsets(cap=None)  # seven documents, the last of them padding

@@ -119,7 +119,7 @@ def _(grad_out, q, k, v, out, lse, cu_seqlens, window):
 def _setup_context(ctx, inputs, output):
     q, k, v, cu_seqlens, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(output[1])  # refuse a gradient that backward would ignore
 
 
 def _backward(ctx, grad_out, grad_lse):
