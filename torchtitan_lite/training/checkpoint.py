@@ -120,7 +120,7 @@ class CheckpointManager:
             step = steps[-1] if wanted == -1 else wanted
             if later := [other for other in steps if other > step]:
                 logger.warning(
-                    f"Going back to step {step}. Checkpoints of later steps stay until this run overwrites them, and one "
+                    f"Going back to step {step}. Later checkpoints stay until this run overwrites them, and a run "
                     f"without load_step would resume from them: {', '.join(map(str, later))}"
                 )
             return self._load_run(self.folder / f"step-{step}")
