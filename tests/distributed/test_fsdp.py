@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from toy_run import TOY, read_metrics, toy_config
 
 from torchtitan_lite.config.schema import ActivationCheckpoint, Checkpoint, Config, Optimizer
@@ -171,6 +172,31 @@ def test_bf16_computes_in_bf16_over_fp32_masters(one_rank):
     assert loss.dtype == torch.float32
     assert seen == {"x": torch.bfloat16, "norm": torch.bfloat16, "weight": torch.bfloat16, "cos": torch.float32}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def mixed_norm() -> tuple[float, list[float]]:
+    """A parameter sharded over the ranks, one replicated as a DTensor and a plain one: gradients [2, 4], 5 and 6."""
+    world = world_from_environment()
+    init_distributed(world, timeout_seconds=60)
+    mesh = build_mesh(world, -1)
+    gradients = [
+        distribute_tensor(torch.tensor([2.0, 4.0]), mesh, [Shard(0)]),
+        distribute_tensor(torch.tensor([5.0]), mesh, [Replicate()]),
+        torch.tensor([6.0]),
+    ]
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    norm = clip_grad_norm(parameters, max_norm=0.9).item()
+    sharded, replicated, plain = (p.grad for p in parameters)
+    return norm, [*sharded.full_tensor().tolist(), *replicated.full_tensor().tolist(), *plain.tolist()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_norm_counts_every_kind_of_parameter_once(rank_pool, ranks):
+    for norm, clipped in rank_pool.run(ranks, mixed_norm):
+        assert norm == pytest.approx(9.0)  # 4 + 16 + 25 + 36 = 81
+        assert clipped == pytest.approx([0.2, 0.4, 0.5, 0.6])
 
 
 def checkpointed(folder: Path, save: bool) -> dict[str, torch.Tensor]:

@@ -143,10 +143,14 @@ def test_old_checkpoints_are_removed(new_run, tmp_path, keep, left, async_mode):
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [f"step-{step}" for step in left]
 
 
-def test_a_rewound_run_keeps_what_it_saves(new_run, tmp_path):
-    for step in (5, 8, 10):
+def test_a_rewound_run_keeps_what_it_saves_and_warns_of_what_lies_ahead(new_run, tmp_path, warned):
+    new_run().manager.save(5, {"step": 5})
+    for step in (8, 10):
         fabricate(tmp_path / "checkpoint", step, complete=True)
-    new_run(keep_latest_k=2).manager.save(6, {"step": 6})
+    run = new_run(keep_latest_k=2, load_step=5)
+    assert run.manager.load() == {"step": 5}
+    assert any("Going back to step 5" in message and message.endswith("8, 10") for message in warned())
+    run.manager.save(6, {"step": 6})
     assert complete_steps(tmp_path / "checkpoint") == [5, 6, 8, 10]
 
 

@@ -225,6 +225,16 @@ def test_a_diverged_run_stops_and_saves_nothing_of_it(
     assert resumed.step == 3 and all(torch.isfinite(value).all() for value in weights(resumed).values())
 
 
+def test_one_broken_step_is_not_forgotten_by_the_next(new_trainer, monkeypatch):
+    """An infinite gradient may touch only embedding rows that later batches do not use."""
+    trainer = new_trainer(**{"training.steps": 9, "metrics.log_freq": 4})
+    norms = {2: torch.inf}
+    name = "torchtitan_lite.training.trainer.clip_grad_norm"
+    monkeypatch.setattr(name, lambda *_: torch.tensor(norms.get(trainer.step, 1.0)))
+    with pytest.raises(FloatingPointError, match="steps 2 to 4"):
+        trainer.train()
+
+
 def test_a_diverged_run_without_checkpoints_says_so(new_trainer):
     trainer = new_trainer()
     poison(trainer, step=1)

@@ -91,9 +91,6 @@ class CheckpointManager:
             dcp.save(state, checkpoint_id=path)
             self._finish(path, step)
             return
-        # Only copies leave this method: on CPU the stager would hand over the live tensors.
-        if next(self.model.parameters()).device.type == "cpu":
-            state = _clone(state)
         written = dcp.async_save(state, checkpoint_id=path, process_group=self._group)
         self._pending = self._background.submit(self._finish_after, written, path, step)
 
@@ -178,12 +175,6 @@ class CheckpointManager:
                 old_path = self.folder / f"step-{old}"
                 (old_path / MARKER).unlink()  # first, or a kill in the middle would leave a torso that counts
                 shutil.rmtree(old_path)
-
-
-def _clone(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _clone(value) for key, value in state.items()}
-    return state.clone() if isinstance(state, torch.Tensor) else state
 
 
 def _differences(stored: dict[str, Any], state: STATE_DICT_TYPE) -> list[str]:
