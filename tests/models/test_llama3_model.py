@@ -7,7 +7,7 @@ from toy_llama import packed_batch, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtitan_lite.models.llama3.args import ModelArgs, RopeScaling
-from torchtitan_lite.models.llama3.model import RMSNorm, Transformer
+from torchtitan_lite.models.llama3.model import Transformer
 
 LAYER_NAMES = {
     "attention.wq": "self_attn.q_proj",
@@ -74,8 +74,11 @@ def test_logits_equal_transformers(tied, attention):
 
 
 def stage(first: int, last: int, *, head: bool = False, tail: bool = False) -> Transformer:
-    """Layers [first, last) of the tiny four-layer model, as a pipeline would cut it."""
-    model = tiny_model(n_layers=4, sliding_window=3, sliding_window_pattern=(True, False, False))
+    """Layers [first, last) of the tiny four-layer model, as a pipeline would cut it. The mask state of its attention
+    tells a window from none, so that a layer given another's mask shows."""
+    model = tiny_model(
+        n_layers=4, attention="flex_block_causal", sliding_window=3, sliding_window_pattern=(True, False, False)
+    )
     for layer in list(model.layers):
         if not first <= int(layer) < last:
             del model.layers[layer]
@@ -142,7 +145,7 @@ def test_tied_embeddings_stay_one_parameter_after_meta():
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_norm_keeps_the_type_of_its_input_and_rounds_once(weight_dtype):
-    norm = RMSNorm(16, eps=1e-5).to(weight_dtype)
+    norm = tiny_model(dim=16).layers["0"].attention_norm.to(weight_dtype)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = norm(x)

@@ -18,13 +18,6 @@ from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.rope import apply_rope, rope_cos_sin, rope_frequencies
 
 
-class RMSNorm(nn.RMSNorm):
-    """RMSNorm in the input's type: normalised and weighted in fp32 inside the kernel, cast once at the end."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).to(x.dtype)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions over a pluggable back-end."""
 
@@ -64,8 +57,10 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention = Attention(args, spec, backend)
         self.feed_forward = FeedForward(args)
-        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        # Normalised and weighted in fp32 inside the kernel and cast once, to the input's type. Hugging Face casts before
+        # the weight: in bf16 the two differ by one rounding.
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask_state: Any) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, mask_state)
@@ -85,7 +80,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): TransformerBlock(args, spec, self.backend) for i, spec in enumerate(args.mask_specs)}
         )
-        self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
         # With tied embeddings there is no second parameter that could come apart from the first.
         self.output: nn.Linear | None = (
             None if args.tie_embeddings else nn.Linear(args.dim, args.vocab_size, bias=False)
