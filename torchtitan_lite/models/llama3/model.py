@@ -57,8 +57,8 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention = Attention(args, spec, backend)
         self.feed_forward = FeedForward(args)
-        # Normalised and weighted in fp32 inside the kernel and cast once, to the input's type. Hugging Face casts before
-        # the weight: in bf16 the two differ by one rounding.
+        # Normalised and weighted in fp32 inside the kernel, then cast once to the type of the input. Transformers
+        # casts before the weight: in bf16 the two differ by one rounding.
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
