@@ -1,7 +1,7 @@
 """FSDP2 as this project sets it up, on 1, 2 and 4 gloo ranks, against one process without any of it."""
 
 import hashlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,7 @@ from toy_run import TOY, read_metrics, toy_config
 
 from torchtitan_lite.config.schema import ActivationCheckpoint, Checkpoint, Config, Optimizer
 from torchtitan_lite.distributed.fsdp import shard_model
-from torchtitan_lite.distributed.mesh import World, build_mesh, init_distributed, world_from_environment
-from torchtitan_lite.distributed.precision import resolve_param_dtype
+from torchtitan_lite.distributed.mesh import build_mesh, init_distributed, world_from_environment
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.init import init_weights
 from torchtitan_lite.models.llama3.model import Transformer
@@ -264,32 +263,3 @@ def test_whole_runs_log_the_same_on_any_number_of_ranks(rank_pool, documents, tm
             assert [entry[name] for entry in logged[ranks]] == pytest.approx(expected, rel=1e-5), (ranks, name)
         # The largest mean of any rank, not the mean over them.
         assert all(entry["max_loss"] > entry["loss"] for entry in logged[ranks])
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "has_bf16", "expected"),
-    [
-        ("auto", "cuda", False, torch.bfloat16),
-        ("auto", "cpu", True, torch.bfloat16),
-        ("auto", "cpu", False, torch.float32),
-        ("bfloat16", "cpu", False, torch.bfloat16),
-        ("float32", "cuda", True, torch.float32),
-    ],
-)
-def test_compute_type(monkeypatch, name, device, has_bf16, expected):
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
-    assert resolve_param_dtype(name, device) == expected
-
-
-def test_a_process_without_a_launcher_stands_alone(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert world_from_environment() == World(rank=0, local_rank=0, size=1, device=torch.device("cpu"))
-
-
-def test_a_launched_process_knows_its_place(monkeypatch):
-    for name, value in {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert asdict(world_from_environment()) == asdict(World(9, 1, 16, torch.device("cuda", 1)))
