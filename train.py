@@ -16,10 +16,9 @@ def main() -> None:
     try:
         config = load_config()
         init_logger()
-        trainer = Trainer(config)
-    except (ConfigError, SourceError, ResumeError, CheckpointError) as error:  # the user's to mend, not ours to trace
-        sys.exit(str(error))
-    trainer.train()
+        Trainer(config).train()
+    except (ConfigError, SourceError, ResumeError, CheckpointError, FloatingPointError) as error:
+        sys.exit(str(error))  # the user's to mend: the message says it all
     dist.destroy_process_group()
 
 

@@ -106,7 +106,9 @@ class CheckpointManager:
         Without a checkpoint in the folder, the weights alone are taken from ``initial_load_path``, if there is one, and
         None is returned. Raises CheckpointError.
         """
-        steps = complete_steps(self.folder)
+        agreed = [complete_steps(self.folder)]  # rank 0's, lest a lagging file system shows others something else
+        dist.broadcast_object_list(agreed)
+        steps = agreed[0]
         wanted = self.config.load_step
         if wanted != -1 and wanted not in steps:
             raise CheckpointError(
