@@ -31,10 +31,7 @@ def losses(settings, tmp_path_factory):
 
 def test_block_causal_attentions_agree_and_plain_differs(losses):
     assert losses(FLEX) == pytest.approx(losses(VARLEN), rel=1e-4)
-    # From the very first step: every row holds several documents.
-    assert all(
-        plain != pytest.approx(varlen, rel=1e-4) for plain, varlen in zip(losses(PLAIN), losses(VARLEN), strict=True)
-    )
+    assert losses(PLAIN) != pytest.approx(losses(VARLEN), rel=1e-3)
 
 
 @pytest.mark.parametrize("flavor", [VARLEN, FLEX, PLAIN])
