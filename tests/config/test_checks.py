@@ -193,10 +193,17 @@ def test_data_that_is_not_there(tmp_path):
 
 
 def test_initial_checkpoint(tmp_path):
-    option = f"--checkpoint.initial_load_path={tmp_path}/step-10"
-    assert "no such folder" in only_problem(option)
+    options = ("--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}/step-10")
+    assert "no such folder" in only_problem(*options)
     (tmp_path / "step-10").mkdir()
-    assert "not a complete checkpoint" in only_problem(option)
+    assert "not a complete checkpoint" in only_problem(*options)
+
+
+def test_nothing_is_loaded_without_checkpointing(tmp_path):
+    (tmp_path / ".metadata").touch()
+    for option in ("checkpoint.load_step=0", f"checkpoint.initial_load_path={tmp_path}"):
+        assert "without checkpoint.enable" in only_problem(f"--{option}")
+        assert check(f"--{option}", "--checkpoint.enable") == []
 
 
 def test_wandb_must_be_installed(monkeypatch):

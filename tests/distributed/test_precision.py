@@ -17,3 +17,9 @@ from torchtitan_lite.distributed.precision import resolve_param_dtype
 def test_compute_type(monkeypatch, name, device, has_bf16, expected):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
     assert resolve_param_dtype(name, device) == expected
+
+
+def test_a_torch_without_onednn(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)  # such a build lacks the operators
+    assert resolve_param_dtype("auto", "cpu") == torch.float32

@@ -1,4 +1,5 @@
 import json
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,13 @@ from torchtitan_lite.distributed.fsdp import shard_model
 from torchtitan_lite.distributed.mesh import build_mesh
 from torchtitan_lite.models.llama3.init import init_weights
 from torchtitan_lite.models.llama3.model import Transformer
-from torchtitan_lite.training.checkpoint import MARKER, CheckpointError, CheckpointManager, complete_steps
+from torchtitan_lite.training.checkpoint import (
+    MARKER,
+    CheckpointError,
+    CheckpointManager,
+    complete_steps,
+    is_complete,
+)
 from torchtitan_lite.training.optimizer import build_optimizer
 
 ARGS = replace(TOY, dim=8, n_layers=1, n_heads=2, n_kv_heads=1, ffn_hidden_dim=4, vocab_size=5)
@@ -160,6 +167,30 @@ def test_saving_over_a_torso(new_run, tmp_path):
     new_run().manager.save(4, {"step": 4})
     assert not (tmp_path / "checkpoint" / "step-4" / "__9_0.distcp").exists()
     assert new_run(seed=1).manager.load() == {"step": 4}
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_what_is_being_removed_no_longer_counts(new_run, tmp_path, monkeypatch, keep):
+    """A kill in the middle of it must not leave a torso that a run resumes from."""
+    run = new_run(keep_latest_k=keep)
+    for step in (1, 2):
+        run.manager.save(step, {"step": step})
+
+    removed = []
+    remove = shutil.rmtree
+
+    def look(path):
+        removed.append(path.name)
+        assert not is_complete(path)
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", look)
+    if keep:
+        run.manager.save(3, {"step": 3})  # one too many
+        assert removed == ["step-1"]
+    else:
+        run.manager.save(2, {"step": 2})  # again, as after load_step=1
+        assert removed == ["step-2"]
 
 
 @pytest.mark.parametrize(

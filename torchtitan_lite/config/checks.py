@@ -191,6 +191,10 @@ def _checkpoint(run: _Run) -> Iterator[str]:
             "checkpoint.keep_latest_k=1: while the next checkpoint is written the only complete one must stay; "
             "keep at least 2, or 0 for all"
         )
+    for name, unset in (("initial_load_path", None), ("load_step", -1)):
+        value = getattr(checkpoint, name)
+        if value != unset and not checkpoint.enable:
+            yield f"checkpoint.{name}={value}: nothing is loaded without checkpoint.enable; set it too"
     if checkpoint.initial_load_path is not None:
         folder = Path(checkpoint.initial_load_path)
         # DCP writes .metadata last, after every rank's share is on disk.

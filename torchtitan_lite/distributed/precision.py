@@ -12,6 +12,9 @@ def resolve_param_dtype(name: str, device_type: str) -> torch.dtype:
     scalar code, measured 80 times slower than fp32.
     """
     if name == "auto":
-        slow_bf16 = device_type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.float32 if slow_bf16 else torch.bfloat16
+        # Builds of torch without oneDNN (macOS) do not have the operator that is asked here.
+        has_bf16 = device_type != "cpu" or (
+            torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
+        return torch.bfloat16 if has_bf16 else torch.float32
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

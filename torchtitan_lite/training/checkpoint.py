@@ -52,6 +52,12 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match, path in matches if match and is_complete(path))
 
 
+def _remove(path: Path) -> None:
+    """Delete a checkpoint: the marker first, or a kill in the middle would leave a torso that counts."""
+    (path / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
 class CheckpointManager:
     """Saves and loads the state of one run.
 
@@ -80,7 +86,7 @@ class CheckpointManager:
         self.wait()
         path = self.folder / f"step-{step}"
         if dist.get_rank() == 0 and path.exists():
-            shutil.rmtree(path)  # left by a run that died here, or by one that was rewound with load_step
+            _remove(path)  # left by a run that died here, or by one that was rewound with load_step
         dist.barrier()
         state = {
             "model": get_model_state_dict(self.model),
@@ -174,9 +180,7 @@ class CheckpointManager:
             # Later steps are those of a run that was rewound by load_step; they are no reason to drop this one.
             saved = [other for other in complete_steps(self.folder) if other <= step]
             for old in saved[: -self.config.keep_latest_k]:
-                old_path = self.folder / f"step-{old}"
-                (old_path / MARKER).unlink()  # first, or a kill in the middle would leave a torso that counts
-                shutil.rmtree(old_path)
+                _remove(self.folder / f"step-{old}")
 
 
 def _differences(stored: dict[str, Any], state: STATE_DICT_TYPE) -> list[str]:
