@@ -79,14 +79,3 @@ def test_straight_run_learns_and_counts(straight):
     assert [m["tokens_seen"] for m in straight] == [4 * 128 * step for step in range(1, 21)]
     # One row each of the first ten steps' epoch, so their mean is the data set's: several documents share a row.
     assert np.mean([m["documents_per_row"] for m in straight[:10]]) > 1.5
-
-
-def test_last_step_is_the_one_resumed(settings, straight, tmp_path):
-    """A run that ended can be extended, and one that is done does nothing."""
-    first = (*settings, "--training.steps=7", "--lr_scheduler.decay_ratio=0")
-    train(tmp_path, *first)
-    again = train(tmp_path, *first)
-    assert [m["step"] for m in again] == list(range(1, 8))
-    longer = train(tmp_path, *first, "--training.steps=9")
-    assert [m["step"] for m in longer] == list(range(1, 10))
-    assert longer[:7] == again
