@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -88,6 +89,7 @@ def cumulative_lengths(document_ids: Tensor, spec: MaskSpec, max_documents_per_r
             f"{int(segment[-1]) + 1} documents in a batch of {batch} rows exceed the {places} that "
             f"max_documents_per_row={max_documents_per_row} leaves room for"
         )
-    offsets = torch.full((places + 1,), batch * seq, dtype=torch.int64, device=document_ids.device)
+    starts = torch.full((places,), batch * seq, dtype=torch.int64, device=document_ids.device)
     index = torch.arange(batch * seq, device=document_ids.device)
-    return offsets.scatter_reduce(0, segment, index, "amin").to(torch.int32)
+    starts = starts.scatter_reduce(0, segment, index, "amin")
+    return F.pad(starts, (0, 1), value=batch * seq).to(torch.int32)
