@@ -46,7 +46,7 @@ SUPPORT: dict[tuple[str, str | None], Support] = {
     ("flex_block_causal", None): Support(True, True, devices=("cpu", "cuda")),
 }
 
-ATTENTIONS = ("sdpa", "sdpa_block_causal", "flex_block_causal")
+ATTENTIONS = tuple(dict.fromkeys(attention for attention, _ in SUPPORT))
 
 
 def masks_documents(attention: str) -> bool:

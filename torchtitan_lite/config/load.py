@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,6 +58,10 @@ def load_config(argv: Sequence[str] | None = None) -> Config:
         print(help_text(config))
         raise SystemExit(0)
 
+    # A shell leaves the ~ of --job.dump_folder=~/runs as it is, and a file has no shell.
+    config.job.dump_folder = os.path.expanduser(config.job.dump_folder)
+    if config.checkpoint.initial_load_path is not None:
+        config.checkpoint.initial_load_path = os.path.expanduser(config.checkpoint.initial_load_path)
     config.model.flavor = _merge_flavors({str(path): file, "command line": line}, problems)
     if problems:
         raise ConfigError(problems)

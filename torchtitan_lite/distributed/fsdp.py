@@ -9,8 +9,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
-    """Shard every block of ``model.layers`` and then the rest, in place. Gradients are summed over ranks, not averaged:
-    the loss is already divided by the target tokens of all of them."""
+    """Shard every block of ``model.layers``, the embedding, and then the rest, in place.
+
+    Gradients are summed over ranks, not averaged: the loss is already divided by the target tokens of all of them.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -21,6 +23,10 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, param_dtype: torch.dtype, re
     reshard = mesh.size() > 1
     for block in model.layers.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if model.output is not None:
+        # So that it is gathered, and its gradient reduced, apart from the output's. A tied one must stay with the root,
+        # whose forward uses it as the output's weight.
+        fully_shard(model.tok_embeddings, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # Neither setting reaches submodules by itself; on the root alone gradients would come out 1 / ranks too small.
     for module in model.modules():

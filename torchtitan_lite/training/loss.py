@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-IGNORED_LABEL = -100
+from torchtitan_lite.data.collator import IGNORE_INDEX
 
-# Logits of one chunk: 2^26 fp32 numbers are 256 MB.
-_CHUNK_LOGITS = 1 << 26
+# Logits of one chunk: 2^27 fp32 numbers are 512 MB. Each chunk also reads and writes the whole weight gradient, so it
+# must not be small.
+_CHUNK_LOGITS = 1 << 27
 
 
 def chunk_loss(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ def chunk_loss_and_grads(h: Tensor, weight: Tensor, labels: Tensor) -> tuple[Ten
 
 def _losses(h: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     logits = (h @ weight.T).float()
-    labelled = labels != IGNORED_LABEL
+    labelled = labels != IGNORE_INDEX
     target = labels.where(labelled, 0)
     lse = logits.logsumexp(dim=-1)
     losses = (lse - logits.gather(-1, target[:, None]).squeeze(-1)) * labelled
