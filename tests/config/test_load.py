@@ -392,3 +392,10 @@ def test_files_of_the_repository_load(path):
 def test_files_for_every_size_exist():
     names = {path.stem for path in TRAIN_CONFIGS}
     assert names >= {"debug_model", *(f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b"))}
+
+
+def test_home_is_expanded_where_no_shell_did(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load_config(["--job.dump_folder=~/runs", "--checkpoint.initial_load_path=~/seed/step-0"])
+    assert config.job.dump_folder == "/home/someone/runs"
+    assert config.checkpoint.initial_load_path == "/home/someone/seed/step-0"
