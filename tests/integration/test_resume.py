@@ -54,7 +54,7 @@ def train_until_saved(dump_folder, step, *args):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while not is_complete(dump_folder / "checkpoint" / f"step-{step}"):
         assert process.poll() is None or is_complete(dump_folder / "checkpoint" / f"step-{step}"), "ended too early"
         assert time.monotonic() < deadline, f"no checkpoint of step {step}"
