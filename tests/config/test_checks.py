@@ -37,6 +37,7 @@ def test_a_good_configuration_passes_without_warnings():
         ("optimizer.beta1=1", "optimizer.beta1=1.0: must be at least 0 and below 1"),
         ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: must be at least 0 and below 1"),
         ("optimizer.lr=-1e-3", "optimizer.lr=-0.001: must be at least 0"),
+        ("optimizer.eps=0", "optimizer.eps=0.0: must be above 0"),
         ("checkpoint.keep_latest_k=1", "at least 2, or 0"),
         ("activation_checkpoint.selective_ac_option=0", 'give "op", or a whole number'),
         ("activation_checkpoint.selective_ac_option=ops", 'give "op", or a whole number'),
@@ -204,6 +205,22 @@ def test_nothing_is_loaded_without_checkpointing(tmp_path):
     for option in ("checkpoint.load_step=0", f"checkpoint.initial_load_path={tmp_path}"):
         assert "without checkpoint.enable" in only_problem(f"--{option}")
         assert check(f"--{option}", "--checkpoint.enable") == []
+
+
+def test_output_folders_can_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/new"):
+        assert f"{tmp_path}/file is a file" in only_problem(f"--job.dump_folder={tmp_path}/{folder}")
+    checkpoints = (f"--job.dump_folder={tmp_path}", "--checkpoint.folder=file")
+    assert f"{tmp_path}/file is a file" in only_problem(*checkpoints, "--checkpoint.enable")
+    assert check(*checkpoints) == []
+    assert check(f"--job.dump_folder={tmp_path}/new/newer", "--checkpoint.enable") == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_output_folders_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks.os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    assert f"no permission to write in {tmp_path}" in only_problem(f"--job.dump_folder={tmp_path}/new")
 
 
 def test_wandb_must_be_installed(monkeypatch):

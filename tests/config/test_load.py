@@ -234,6 +234,7 @@ WRONG_VALUES = [
     ('"fast"', "fast", "optimizer.lr", 'expected a finite number, got "fast"'),
     ("nan", "nan", "optimizer.lr", "expected a finite number, got NaN"),
     ("inf", "1e999", "optimizer.lr", "expected a finite number, got Infinity"),
+    ("9" * 400, "9" * 400, "optimizer.lr", "expected a finite number, got 999"),
     ("true", "true", "optimizer.lr", "expected a finite number, got "),
     ("1", "1", "compile.enable", "expected true or false, got "),
     ('"yes"', "yes", "compile.enable", 'expected true or false, got "yes"'),
@@ -303,6 +304,12 @@ def test_file_that_is_not_text(tmp_path):
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xff\xfe\x00")
     assert "not valid TOML" in only_problem(f"--job.config_file={path}")
+
+
+def test_file_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 7\r\n")
+    assert load_config([f"--job.config_file={path}"]).training.steps == 7
 
 
 def test_all_problems_are_reported_together(write):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,10 @@ AT_LEAST: dict[str, float] = {
     "profiling.profile_freq": 1,
     "metrics.log_freq": 1,
     "optimizer.lr": 0,
-    "optimizer.eps": 0,
     "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0,
     "training.local_batch_size": 1,
-    "training.seq_len": 1,
+    "training.seq_len": 2,  # a row of one token has nothing to predict
     "training.max_norm": 0,
     "training.steps": 1,
     "training.gc_freq": 1,
@@ -90,6 +90,11 @@ def _ranges(run: _Run) -> Iterator[str]:
         value = value_of(run.config, name)
         if not 0 <= value < 1:
             yield f"{name}={value}: must be at least 0 and below 1"
+    if run.config.optimizer.eps <= 0:
+        yield (
+            f"optimizer.eps={run.config.optimizer.eps}: must be above 0, for a weight without any gradient so far is "
+            "updated by 0 / (0 + eps)"
+        )
 
 
 def _parallelism(run: _Run) -> Iterator[str]:
@@ -207,6 +212,19 @@ def _checkpoint(run: _Run) -> Iterator[str]:
             )
 
 
+def _output_folders(run: _Run) -> Iterator[str]:
+    job, checkpoint = run.config.job, run.config.checkpoint
+    folders = {f"job.dump_folder={job.dump_folder}": Path(job.dump_folder)}
+    if checkpoint.enable:
+        folders[f"checkpoint.folder={checkpoint.folder}"] = Path(job.dump_folder, checkpoint.folder)
+    for setting, folder in folders.items():
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            yield f"{setting}: {existing} is a file; give a folder, which need not exist yet"
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            yield f"{setting}: no permission to write in {existing}"
+
+
 def _metrics(run: _Run) -> Iterator[str]:
     if run.config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         yield "metrics.enable_wandb: the package wandb is not installed; pip install wandb, or leave it off"
@@ -223,6 +241,7 @@ _RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
     _tokenizer,
     _data,
     _checkpoint,
+    _output_folders,
     _metrics,
 )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 import types
 from collections.abc import Iterator
 from difflib import SequenceMatcher
@@ -90,7 +90,7 @@ def _coerce_one(value: Any, kind: Any) -> Any:
         return value
     if kind is int and number and (isinstance(value, int) or value.is_integer()):
         return int(value)
-    if kind is float and number and math.isfinite(value):
+    if kind is float and number and abs(value) <= sys.float_info.max:  # an integer may be too large to convert
         return float(value)
     if kind is str and isinstance(value, str):
         return value

@@ -87,7 +87,7 @@ def save_config(config: Config, path: str | Path) -> None:
 def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
     """The valid settings of a TOML file by dotted name; what is wrong with the others goes to ``problems``."""
     try:
-        table = tomli.loads(Path(path).read_text(encoding="utf-8"))
+        table = tomli.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin files with a mark
     except OSError as error:
         problems.append(f"job.config_file={path}: {error.strerror} (looked from {Path.cwd()})")
         return {}
