@@ -120,6 +120,14 @@ def test_resumed_twice_reads_as_one_run(config, tmp_path):
     ]
 
 
+def test_a_last_line_without_its_end_is_not_written_on(config, tmp_path):
+    write(config, 0, [1, 2])
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text(path.read_text().rstrip("\n"))
+    write(config, 2, [3])
+    assert [entry["step"] for entry in entries(tmp_path)] == [1, 2, 3]
+
+
 def test_new_run_in_an_old_folder_starts_anew(config, tmp_path):
     write(config, 0, [1, 2, 3])
     write(config, 0, [1])

@@ -220,6 +220,20 @@ def test_a_long_list_of_differences_is_cut(new_run):
     assert len(str(error.value).splitlines()) == 12
 
 
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("damage", [cut_in_half, Path.unlink])
+def test_a_damaged_checkpoint_is_named(new_run, tmp_path, file, damage):
+    new_run().manager.save(1, {"step": 1})
+    damage(tmp_path / "checkpoint" / "step-1" / file)
+    with pytest.raises(CheckpointError, match=r"step-1 is damaged .*checkpoint\.load_step") as error:
+        new_run().manager.load()
+    assert len(str(error.value).splitlines()) == 1  # no traceback
+
+
 def test_the_configuration_rules_over_saved_hyper_parameters(new_run, warned):
     new_run(optimizer=Optimizer(lr=1e-3, weight_decay=0.1)).manager.save(1, {"step": 1})
     new_run(optimizer=Optimizer(lr=5e-4)).manager.load()

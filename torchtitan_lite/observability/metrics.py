@@ -127,9 +127,10 @@ def _drop_steps_after(path: Path, step: int) -> None:
     """Take the entries of later steps (and broken lines) out of metrics.jsonl, so that it reads as one run."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines()
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
     kept = [line for line in lines if (of := _step_of(line)) is not None and of <= step]
-    if len(kept) == len(lines):
+    if len(kept) == len(lines) and text.endswith("\n"):  # else the next entry would join a last line cut at its end
         return
     logger.info(f"{path}: dropped {len(lines) - len(kept)} entries after step {step}, left by an earlier run")
     rewritten = path.with_suffix(".tmp")

@@ -10,7 +10,9 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -157,11 +160,13 @@ class CheckpointManager:
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         """Fill ``state`` from ``path``, and the model from it. DCP would drop keys and cast types without a word."""
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        with _damage_named(path):
+            stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         problems = _differences(stored, state)
         if problems:
             raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(problems))
-        dcp.load(state, checkpoint_id=path)
+        with _damage_named(path):
+            dcp.load(state, checkpoint_id=path)
         set_model_state_dict(self.model, state["model"])
 
     def _finish_after(self, written: Future, path: Path, step: int) -> None:
@@ -181,6 +186,19 @@ class CheckpointManager:
             saved = [other for other in complete_steps(self.folder) if other <= step]
             for old in saved[: -self.config.keep_latest_k]:
                 _remove(self.folder / f"step-{old}")
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Turn whatever reading a damaged checkpoint raises, DCP's collected tracebacks included, into CheckpointError."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        causes = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
+        reasons = "; ".join(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in causes))
+        raise CheckpointError(
+            f"{path} is damaged and cannot be read ({reasons}). Remove it, or name another step by checkpoint.load_step"
+        ) from error
 
 
 def _differences(stored: dict[str, Any], state: STATE_DICT_TYPE) -> list[str]:
