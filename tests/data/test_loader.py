@@ -187,14 +187,14 @@ def test_reading_leaves_the_runs_rng_alone(loader_of, num_workers):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("texts", [[""], ["", "  ", "\n\t"]])
 def test_documents_without_text_end_at_once(loader_of, texts):
     with pytest.raises(SourceError, match=f"no samples, all of its {len(texts)} documents are empty"):
         loader_of(texts)
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(60)
 def test_fewer_rows_than_ranks(loader_of):
     ranks = [loader_of(["abc"], dp_rank=rank, dp_degree=4) for rank in range(4)]
     assert [loader.rows_per_epoch for loader in ranks] == [1] * 4

@@ -125,7 +125,7 @@ def test_changed_files_are_read_again(tmp_path, make_config):
         ("\n\n", "bad.jsonl: "),
     ],
 )
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_bad_records_name_the_file(tmp_path, make_config, content, message):
     write_jsonl(tmp_path / "a.jsonl", ["good"])
     (tmp_path / "bad.jsonl").write_text(content)
@@ -136,7 +136,7 @@ def test_bad_records_name_the_file(tmp_path, make_config, content, message):
             load_documents(make_config(path, dataset="json"))
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_broken_parquet_and_undecodable_text_name_the_file(tmp_path, make_config):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 this is not parquet")
     with pytest.raises(SourceError, match=r"a\.parquet: .*Parquet"):

@@ -84,7 +84,7 @@ def test_one_builds_and_the_others_wait(character_folder, tmp_path):
     assert tokenizer.seen == TEXTS
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_a_failed_build_neither_blocks_nor_poisons_the_next(character_folder, tmp_path):
     with pytest.raises(RuntimeError, match="out of luck"):
         tokenize(TEXTS, counting(character_folder, fail=True), tmp_path / "cache")

@@ -67,5 +67,5 @@ def kill_tree(process: subprocess.Popen) -> None:
     family = [*psutil.Process(process.pid).children(recursive=True)[::-1], psutil.Process(process.pid)]
     for member in family:
         member.kill()
-    psutil.wait_procs(family, timeout=30)
-    process.wait(timeout=30)
+    psutil.wait_procs(family, timeout=120)
+    process.wait(timeout=120)

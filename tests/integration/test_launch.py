@@ -167,7 +167,7 @@ def machine(tmp_path):
 
     def start(*argv: str, **extra) -> SimpleNamespace:
         process = popen(*argv, **extra)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         return SimpleNamespace(status=process.returncode, out=out.splitlines(), err=err)
 
     def calls(part: str) -> list[str]:
@@ -177,7 +177,7 @@ def machine(tmp_path):
         """The set-up that run_tests.sh ("dev") or run_train.sh ("") would do."""
         script = f'set -euo pipefail; repo="{repo}"; source "$repo/scripts/setup_env.sh"; use_environment {extra}'
         return subprocess.run(
-            ["bash", "-c", script + '; echo "$PYTHON"'], env=environment, text=True, capture_output=True, timeout=60
+            ["bash", "-c", script + '; echo "$PYTHON"'], env=environment, text=True, capture_output=True, timeout=300
         )
 
     return SimpleNamespace(
@@ -264,7 +264,7 @@ def test_packages_for_tests_are_added_and_serve_for_training_too(machine):
 @pytest.mark.skipif(shutil.which("flock") is None, reason="set-ups side by side are kept apart by flock")
 def test_two_set_ups_at_once(machine):
     both = [machine.popen(FAKE_PIP_SECONDS="1") for _ in range(2)]
-    outputs = [process.communicate(timeout=60) for process in both]
+    outputs = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert len(machine.calls("-m pip install")) == 1
     assert sum("already under way" in err for _, err in outputs) == 1

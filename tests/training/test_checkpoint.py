@@ -256,7 +256,7 @@ class Gate:
 
         def gated(writer, *args, **kwargs):
             self.reached.set()
-            assert self.open.wait(timeout=30)
+            assert self.open.wait(timeout=120)
             return write(writer, *args, **kwargs)
 
         monkeypatch.setattr(dcp.FileSystemWriter, "write_data", gated)
@@ -268,7 +268,7 @@ def test_training_goes_on_during_an_async_save_and_does_not_reach_the_file(new_r
     saved = run.values()
     gate = Gate(monkeypatch)
     run.manager.save(2, {"step": 2})
-    assert gate.reached.wait(timeout=30)
+    assert gate.reached.wait(timeout=120)
     run.learn(3)
     assert complete_steps(tmp_path / "checkpoint") == []  # no marker before the data
     gate.open.set()
