@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-_TIMEOUT_S = 120
+_TIMEOUT_S = 300
 
 
 class RankPool:
