@@ -118,6 +118,18 @@ def test_broken_folders_say_what_is_wrong(character_folder, break_it, message):
         load_tokenizer(str(character_folder))
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [("tokenizer_config.json", "eos_token", value) for value in (3, ["<eos>"], {})]
+    + [("config.json", "eos_token_id", value) for value in ("1", 1.0, -1, 2**40, True, [{}])],
+)
+def test_ends_of_a_wrong_type_are_not_in_the_vocabulary(character_folder, file, key, value):
+    (character_folder / "tokenizer_config.json").unlink()
+    (character_folder / file).write_text(json.dumps({key: value}))
+    with pytest.raises(TokenizerError, match=rf"{key} .* is not in the vocabulary"):
+        load_tokenizer(str(character_folder))
+
+
 def test_missing_folder():
     with pytest.raises(TokenizerError, match=r"hf_assets_path=meta-llama/Llama-3\.1-8B: no such folder"):
         load_tokenizer("meta-llama/Llama-3.1-8B")

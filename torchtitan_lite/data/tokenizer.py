@@ -115,10 +115,10 @@ def _special_id(folder: Path, backend: tokenizers.Tokenizer, name: str) -> int |
         settings = _read_json(folder / file)
         if f"{name}_token" in settings:
             token = settings[f"{name}_token"]
-            token = token["content"] if isinstance(token, dict) else token
+            token = token.get("content", token) if isinstance(token, dict) else token
             if token is None:
                 return None
-            token_id = backend.token_to_id(token)
+            token_id = backend.token_to_id(token) if isinstance(token, str) else None
             if token_id is None:
                 raise TokenizerError(f"{folder / file}: {name}_token {token!r} is not in the vocabulary.")
             return token_id
@@ -127,8 +127,8 @@ def _special_id(folder: Path, backend: tokenizers.Tokenizer, name: str) -> int |
         if isinstance(token_id, list):  # several ways to stop generating; the first one ends a document
             token_id = token_id[0] if token_id else None
         if token_id is not None:
-            if backend.id_to_token(token_id) is None:
-                raise TokenizerError(f"{folder / file}: {name}_token_id {token_id} is not in the vocabulary.")
+            if token_id not in backend.get_vocab(with_added_tokens=True).values() or type(token_id) is not int:
+                raise TokenizerError(f"{folder / file}: {name}_token_id {token_id!r} is not in the vocabulary.")
             return token_id
     return None
 
