@@ -19,6 +19,8 @@ def main() -> None:
         Trainer(config).train()
     except (ConfigError, SourceError, ResumeError, CheckpointError, FloatingPointError) as error:
         sys.exit(str(error))  # the user's to mend: the message says it all
+    except KeyboardInterrupt:
+        sys.exit("Interrupted.")
     dist.destroy_process_group()
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from filelock import FileLock
 from toy_run import read_metrics, toy_config
 
+from torchtitan_lite.config.load import ConfigError
 from torchtitan_lite.data.collator import IGNORE_INDEX
 from torchtitan_lite.data.loader import RowLoader
 from torchtitan_lite.models.llama3.model import FeedForward
@@ -245,8 +247,25 @@ def test_a_diverged_run_without_checkpoints_says_so(new_trainer):
 def test_what_a_run_leaves_behind(run, tmp_path):
     run(**{"checkpoint.enable": True, "training.steps": 3, "checkpoint.interval": 2})
     folder = tmp_path / "run"
-    assert {path.name for path in folder.iterdir()} == {"config.toml", "metrics.jsonl", "checkpoint"}
+    assert {path.name for path in folder.iterdir()} == {"config.toml", "metrics.jsonl", "checkpoint", ".lock"}
     assert complete_steps(folder / "checkpoint") == [2, 3]  # the last one too
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
         assert entry["loss"] > 0 and entry["grad_norm"] > 0 and entry["tps"] > 0
+
+
+def test_a_folder_takes_one_run_at_a_time(new_trainer, tmp_path):
+    trainer = new_trainer()
+    with FileLock(tmp_path / "run" / ".lock"), pytest.raises(ConfigError, match="another run is writing there"):
+        trainer.train()
+    trainer.train()
+    assert len(read_metrics(tmp_path / "run")) > 0
+
+
+def test_resuming_another_model_that_fits_the_weights_is_said(run, warned):
+    settings = {"checkpoint.enable": True, "model.flavor": "debugmodel_sdpa_block_causal"}
+    run(**settings, **{"training.steps": 1})
+    run(**settings, **{"training.steps": 2})
+    assert not any("differs" in text for text in warned())
+    run(**settings, **{"training.steps": 3, "model.args.sliding_window": 5})
+    assert any("sliding_window None -> 5" in text for text in warned())

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from torchtitan_lite.config.checks import check_config
-from torchtitan_lite.config.load import save_config
+from torchtitan_lite.config.load import ConfigError, save_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.collator import PADDING_ID, Batch, num_targets
 from torchtitan_lite.data.loader import RowLoader, build_loader
@@ -166,6 +169,10 @@ class Trainer:
         if state is not None:
             self.step, self.tokens_seen = state["step"], state["tokens_seen"]
             self.loader.load_state_dict(state["data"])
+            was, now = state["model"], self._model_state()
+            changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
+            if changed:  # the weights fit all the same
+                logger.warning(f"The model differs from the checkpoint's: {', '.join(changed)}")
         self.finite_step = self.step
 
     def _state(self) -> dict:
@@ -176,7 +183,12 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "seed": self.config.training.seed,
             "data": self.loader.state_dict(),
+            "model": self._model_state(),
         }
+
+    def _model_state(self) -> dict:
+        """The model's arguments as JSON gives them back (tuples as lists)."""
+        return json.loads(json.dumps(asdict(self.args)))
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -189,6 +201,8 @@ class Trainer:
         logger.info(f"MFU is held against {peak / 1e12:,.3g} TFLOP/s per device: {source}")
         self.throughput = Throughput(world_size=self.world.size, peak_flops=peak)
         with ExitStack() as stack:
+            if self.main_rank:
+                stack.enter_context(_sole_run_in(self.dump_folder))
             collector = stack.enter_context(GarbageCollection(self.config.training.gc_freq))
             bar = stack.enter_context(ProgressBar(total, self.step, self.main_rank))
             metrics = stack.enter_context(MetricsLogger(self.config, self.step)) if self.main_rank else None
@@ -332,6 +346,16 @@ class Trainer:
 def _step_seed(seed: int, step: int, rank: int) -> int:
     """Seed of all randomness (dropout, say) of one step on one data-parallel rank."""
     return ((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63
+
+
+@contextmanager
+def _sole_run_in(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which goes with the process however it ends. Raises ConfigError if another run has it."""
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise ConfigError([f"job.dump_folder={folder}: another run is writing there; give each run its own"]) from None
 
 
 def _set_determinism(deterministic: bool) -> None:
