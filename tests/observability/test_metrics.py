@@ -128,10 +128,11 @@ def test_a_last_line_without_its_end_is_not_written_on(config, tmp_path):
     assert [entry["step"] for entry in entries(tmp_path)] == [1, 2, 3]
 
 
-def test_new_run_in_an_old_folder_starts_anew(config, tmp_path):
-    write(config, 0, [1, 2, 3])
-    write(config, 0, [1])
-    assert [entry["step"] for entry in entries(tmp_path)] == [1]
+def test_new_run_in_an_old_folder_starts_anew_and_keeps_what_was_there(config, tmp_path):
+    for steps in ([1, 2, 3], [1, 2], [1]):
+        write(config, 0, steps)
+    lines = {path.name: len(path.read_text().splitlines()) for path in (tmp_path / "run").glob("*.jsonl")}
+    assert lines == {"metrics.1.jsonl": 3, "metrics.2.jsonl": 2, "metrics.jsonl": 1}
 
 
 def test_tensorboard_has_torchtitans_tags_and_reads_as_one_run(config, tmp_path):

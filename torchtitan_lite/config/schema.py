@@ -38,7 +38,8 @@ class Profiling:
 @dataclass
 class Metrics:
     log_freq: int = 10
-    """Steps between two log lines (and metrics.jsonl and TensorBoard entries). Step 1 is always logged."""
+    """Steps between two log lines (and metrics.jsonl and TensorBoard entries). The first and the last step are always
+    logged."""
 
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
@@ -106,8 +107,8 @@ class Model:
     of 2,048 entries that comes with the package."""
 
     varlen_engine: Literal["auto", "flash", "nested", "cpu"] = "auto"
-    """What runs sdpa_block_causal: flash = torch.nn.attention.varlen (CUDA, 16 bit), nested = NestedTensor SDPA (CUDA),
-    cpu = the project's CPU operator. auto takes flash on CUDA and cpu elsewhere."""
+    """What runs sdpa_block_causal: flash = torch.nn.attention.varlen (CUDA, bfloat16), nested = NestedTensor SDPA
+    (CUDA), cpu = the project's CPU operator. auto takes cpu on the CPU, and on CUDA flash, or nested for float32."""
 
     args: ModelArgsOverrides = field(default_factory=ModelArgsOverrides)
 

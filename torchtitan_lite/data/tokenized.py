@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from filelock import FileLock
 
 from torchtitan_lite.data.sources import progress_on_terminal
 from torchtitan_lite.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 TOKENS = datasets.Features({"tokens": datasets.List(datasets.Value("int32"))})
 
@@ -41,7 +44,10 @@ def tokenize_documents(
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE).expanduser() / "torchtitan_lite"
     folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{fingerprint}.arrow"
     with FileLock(folder / f"{fingerprint}.lock"), progress_on_terminal(), _tokenizer_threads(num_proc == 1):
+        if not file.exists():
+            logger.info(f"Tokenising {len(documents):,} documents, once; the tokens are kept in {folder}")
         return documents.map(
             _tokenize_batch,
             fn_kwargs={"tokenizer": tokenizer},
@@ -50,7 +56,7 @@ def tokenize_documents(
             num_proc=None if num_proc == 1 else num_proc,
             remove_columns=documents.column_names,
             features=TOKENS,
-            cache_file_name=str(folder / f"{fingerprint}.arrow"),
+            cache_file_name=str(file),
             new_fingerprint=fingerprint,
             desc="Tokenising",
         )

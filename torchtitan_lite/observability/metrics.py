@@ -6,6 +6,7 @@ What each number means is said in docs/metrics.md.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -124,15 +125,24 @@ def _step_of(line: str) -> int | None:
 
 
 def _drop_steps_after(path: Path, step: int) -> None:
-    """Take the entries of later steps (and broken lines) out of metrics.jsonl, so that it reads as one run."""
+    """Take the entries of later steps (and broken lines) out of metrics.jsonl, so that it reads as one run.
+
+    A new run (step 0) moves the whole file of the earlier one aside instead.
+    """
     if not path.exists():
+        return
+    if step == 0:
+        others = (path.with_suffix(f".{number}.jsonl") for number in itertools.count(1))
+        aside = next(other for other in others if not other.exists())
+        os.replace(path, aside)
+        logger.warning(f"{path.parent} holds an earlier run; its metrics are now in {aside.name}")
         return
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     kept = [line for line in lines if (of := _step_of(line)) is not None and of <= step]
     if len(kept) == len(lines) and text.endswith("\n"):  # else the next entry would join a last line cut at its end
         return
-    logger.info(f"{path}: dropped {len(lines) - len(kept)} entries after step {step}, left by an earlier run")
+    logger.info(f"{path}: dropped what an earlier run logged after step {step} ({len(lines) - len(kept)} lines)")
     rewritten = path.with_suffix(".tmp")
     rewritten.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     os.replace(rewritten, path)
@@ -176,7 +186,7 @@ class MetricsLogger:
     """Writes each logged step to the console, metrics.jsonl and whatever else the run's ``metrics`` section names.
 
     Make one on the main rank only, and close it (it is a context manager). Entries after ``start_step`` that an
-    earlier run left in the same folder are dropped.
+    earlier run left in the same folder are dropped; before a new run its file is moved aside.
 
     Args:
         config: the resolved configuration.

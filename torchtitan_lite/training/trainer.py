@@ -87,7 +87,8 @@ class Trainer:
         self.main_rank = self.world.rank == 0
         warnings = check_config(config, world_size=self.world.size, device_type=self.device.type)
         self.dump_folder = Path(config.job.dump_folder)
-        logger.info(f"{config.job.description}: {self.world.size} process(es) on {self.device.type}")
+        processes = "process" if self.world.size == 1 else "processes"
+        logger.info(f"{config.job.description}: {self.world.size} {processes} on {self.device.type}")
         for warning in warnings:
             logger.warning(warning)
 
@@ -149,6 +150,7 @@ class Trainer:
         apply_activation_checkpoint(model, config.activation_checkpoint)
         if config.compile.enable and "model" in config.compile.components:
             compile_blocks(model, config.compile.backend)
+            logger.info("Compiling: the first step will take a minute or more")
         reduce_dtype = resolve_param_dtype(config.training.mixed_precision_reduce, self.device.type)
         mesh = build_mesh(self.world, config.parallelism.data_parallel_shard_degree)
         shard_model(model, mesh, self.param_dtype, reduce_dtype)
@@ -325,6 +327,7 @@ class Trainer:
 
     def _measure(self, loss_sum: Tensor, grad_norm: Tensor, local: Counts, total: Counts, lr: float) -> StepMetrics:
         """Metrics of this step, the same on every rank (but for memory, which is this rank's)."""
+        loss_sum = loss_sum.double()
         max_loss = loss_sum / max(local.targets, 1)  # a rank without targets has lost nothing
         dist.all_reduce(loss_sum)
         dist.all_reduce(max_loss, op=dist.ReduceOp.MAX)
