@@ -77,7 +77,7 @@ def draw(runs: dict[str, np.ndarray], out: Path) -> None:
     steps = np.arange(1, len(runs["debugmodel"]) + 1)
     reference = runs["debugmodel_sdpa_block_causal"]
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))
-    for flavor, (label, colour, style) in FLAVORS.items():
+    for flavor, (label, colour, style) in reversed(FLAVORS.items()):  # plain sdpa lies below the others
         top.plot(steps, runs[flavor], style, color=colour, label=label, linewidth=1.4)
         if runs[flavor] is not reference:
             difference = np.abs(runs[flavor] / reference - 1)

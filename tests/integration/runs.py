@@ -49,10 +49,13 @@ def environment(ngpu: int = 1, **variables: str) -> dict[str, str]:
     return {**kept, "PYTHON": sys.executable, "NGPU": str(ngpu), "OMP_NUM_THREADS": "1", **variables}
 
 
-def train(dump_folder: Path, *args: str, ngpu: int = 1) -> list[dict]:
+def train(dump_folder: Path, *args: str, ngpu: int = 1, **variables: str) -> list[dict]:
     """Run to the end and return the metrics of each logged step."""
     done = subprocess.run(
-        command(f"--job.dump_folder={dump_folder}", *args), env=environment(ngpu), capture_output=True, text=True
+        command(f"--job.dump_folder={dump_folder}", *args),
+        env=environment(ngpu, **variables),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return metrics(dump_folder)
