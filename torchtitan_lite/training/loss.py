@@ -21,26 +21,27 @@ _CHUNK_LOGITS = 1 << 27
 
 def chunk_loss(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Sum of the cross-entropy over labelled tokens, fp32. h [tokens, dim], weight [vocab, dim], labels [tokens]."""
-    return _losses(h, weight, labels)[0].sum()
+    _, _, losses, labelled, _ = _losses(h, weight, labels)
+    return (losses * labelled).sum()
 
 
 def chunk_loss_and_grads(h: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`chunk_loss` with its gradients: towards h, in h's type, and towards weight, fp32."""
-    losses, logits, lse, labelled, target = _losses(h, weight, labels)
-    grad = torch.exp(logits - lse[:, None])
-    vocabulary = torch.arange(weight.shape[0], device=h.device)
-    grad = grad - (vocabulary == target[:, None]).to(grad.dtype)
-    grad = (grad * labelled[:, None]).to(h.dtype)
-    return losses.sum(), grad @ weight, (grad.T @ h).float()
+    logits, lse, losses, labelled, target = _losses(h, weight, labels)
+    # The gradient, softmax minus one at the target, takes the logits' place: a copy more at a large vocabulary is felt.
+    grad = logits.sub_(lse).exp_().scatter_(-1, target, torch.expm1(-losses)).mul_(labelled).to(h.dtype)
+    return (losses * labelled).sum(), grad @ weight, (grad.T @ h).float()
 
 
 def _losses(h: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """Logits fp32 [tokens, vocab], and as columns [tokens, 1] each: their log-sum-exp, the loss (of whatever target
+    where there is none), whether there is a target, and the target."""
     logits = (h @ weight.T).float()
+    labels = labels[:, None]
     labelled = labels != IGNORE_INDEX
     target = labels.where(labelled, 0)
-    lse = logits.logsumexp(dim=-1)
-    losses = (lse - logits.gather(-1, target[:, None]).squeeze(-1)) * labelled
-    return losses, logits, lse, labelled, target
+    lse = logits.logsumexp(dim=-1, keepdim=True)
+    return logits, lse, lse - logits.gather(-1, target), labelled, target
 
 
 class LinearCrossEntropy:
