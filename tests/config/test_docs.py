@@ -19,8 +19,12 @@ def tables() -> str:
         for name, key in KEYS.items():
             if name.rpartition(".")[0] == section:
                 default = spell(value_of(Config(), name))
-                cells = (f"`{name}`", describe(key), f"`{default}`", field_docs()[name])
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+                rows = [(f"`{name}`", describe(key), f"`{default}`", field_docs()[name])]
+                for item in key.item_keys.values():
+                    default = spell(getattr(key.item(), item.name))
+                    meaning = field_docs()[f"{name}[].{item.name}"]
+                    rows.append((f"`{name}[].{item.name}`", describe(item), f"`{default}`", meaning))
+                lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows]
     return "\n".join(lines) + "\n\n"
 
 

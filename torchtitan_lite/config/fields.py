@@ -10,8 +10,10 @@ import json
 import sys
 import types
 from collections.abc import Iterator
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tomli
 
 from torchtitan_lite.config.schema import Config
 
@@ -27,6 +29,18 @@ class Key:
     @property
     def is_list(self) -> bool:
         return get_origin(self.kind) is list
+
+    @property
+    def item(self) -> Any:
+        """Type of a list's items, or of the value itself."""
+        return get_args(self.kind)[0] if self.is_list else self.kind
+
+    @property
+    def item_keys(self) -> dict[str, Key]:
+        """The keys of each table, where the value is a list of tables; else none."""
+        if not dataclasses.is_dataclass(self.item):
+            return {}
+        return {entry.name: entry for entry in _walk(self.item) if isinstance(entry, Key)}
 
 
 def _walk(section: type, prefix: str = "") -> Iterator[Key | str]:
@@ -76,8 +90,33 @@ def coerce(value: Any, key: Key) -> Any:
     if key.is_list:
         if not isinstance(value, list):
             raise ValueError(f"expected a list, got {spell(value)}")
-        return [_coerce_one(item, get_args(key.kind)[0]) for item in value]
+        if key.item_keys:
+            return _coerce_tables(value, key)
+        return [_coerce_one(item, key.item) for item in value]
     return _coerce_one(value, key.kind)
+
+
+def _coerce_tables(tables: list[Any], key: Key) -> list[Any]:
+    """Each table as an instance of the list's dataclass; all that is wrong with any of them in one ValueError."""
+    items, problems = [], []
+    for number, table in enumerate(tables, 1):
+        if not isinstance(table, dict):
+            problems.append(f"entry {number}: expected a table, got {spell(table)}")
+            continue
+        values = {}
+        for name, value in table.items():
+            try:
+                if name not in key.item_keys:
+                    close = get_close_matches(name.replace("-", "_"), key.item_keys, n=1)
+                    hint = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(key.item_keys)}"
+                    raise ValueError(f"no such key; {hint}")
+                values[name] = coerce(value, key.item_keys[name])
+            except ValueError as error:
+                problems.append(f"entry {number}: {name}: {error}")
+        items.append(key.item(**values))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return items
 
 
 def _coerce_one(value: Any, kind: Any) -> Any:
@@ -101,14 +140,20 @@ def _coerce_one(value: Any, kind: Any) -> Any:
 def from_words(words: list[str], key: Key) -> Any:
     """The words given for ``key`` on the command line as the value TOML would have given, for :func:`coerce`.
 
-    ``None`` unsets an optional key. Items of a list are separated by commas, or are words of their own. A word that
-    does not look like what the key wants stays text, for :func:`coerce` to refuse.
+    ``None`` unsets an optional key. Items of a list are separated by commas, or are words of their own; a list of
+    tables is written as in TOML. A word that does not look like what the key wants stays text, for :func:`coerce` to
+    refuse. Raises ValueError for what is no TOML.
     """
     if key.optional and words == ["None"]:
         return None
+    if key.item_keys:
+        try:
+            return tomli.loads(f"value = {' '.join(words)}")["value"]
+        except tomli.TOMLDecodeError as error:
+            raise ValueError(f"not a TOML array of tables: {error}") from None
     if key.is_list:
         items = [item for word in words for item in word.split(",") if item]
-        return [_from_word(item, get_args(key.kind)[0]) for item in items]
+        return [_from_word(item, key.item) for item in items]
     return _from_word(words[0], key.kind)
 
 
@@ -130,6 +175,8 @@ def spell(value: Any) -> str:
         return "unset"
     if isinstance(value, dict):
         return "a table"
+    if isinstance(value, list) and any(dataclasses.is_dataclass(item) for item in value):
+        return f"{len(value)} {'table' if len(value) == 1 else 'tables'}"
     try:
         return json.dumps(value, ensure_ascii=False)
     except TypeError:  # dates and times

@@ -41,13 +41,18 @@ def help_text(config: schema.Config, width: int | None = None) -> str:
                     )
                 )
                 lines.append(wrap(field_docs()[key.name], initial_indent="      ", subsequent_indent="      "))
+                for item in key.item_keys.values():
+                    text = f"{item.name}  ({describe(item)})  {field_docs()[f'{key.name}[].{item.name}']}"
+                    lines.append(wrap(text, initial_indent="        ", subsequent_indent="            "))
     return "\n".join(lines)
 
 
 def describe(key: Key) -> str:
     """What a key takes, in words: ``integer``, ``AdamW | Adam``, ``list of true | false``."""
-    kind = get_args(key.kind)[0] if key.is_list else key.kind
-    if get_origin(kind) is Literal:
+    kind = key.item
+    if key.item_keys:
+        words = "tables"
+    elif get_origin(kind) is Literal:
         words = " | ".join(get_args(kind))
     else:
         words = {bool: "true | false", int: "integer", float: "number", str: "text"}[kind]
@@ -61,7 +66,8 @@ def value_of(config: schema.Config, name: str) -> Any:
 
 @functools.cache
 def field_docs() -> dict[str, str]:
-    """The docstring under each field of the schema, as one line, by the key's dotted name.
+    """The docstring under each field of the schema, as one line, by the key's dotted name (``data.mix[].weight`` for
+    the fields of a list's tables).
 
     Python drops these strings, so they are read from the source.
     """
@@ -76,7 +82,8 @@ def field_docs() -> dict[str, str]:
     }
     default = schema.Config()
     docs = {}
-    for name in KEYS:
+    for name, key in KEYS.items():
         section, _, leaf = name.rpartition(".")
         docs[name] = by_class[type(value_of(default, section)).__name__][leaf]
+        docs.update({f"{name}[].{item}": by_class[key.item.__name__][item] for item in key.item_keys})
     return docs

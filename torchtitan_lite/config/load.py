@@ -214,8 +214,9 @@ def _merge_flavors(layers: dict[str, dict[str, Any]], problems: list[str]) -> st
 
 
 def _without_unset(table: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_unset(value) if isinstance(value, dict) else value
-        for name, value in table.items()
-        if value is not None
-    }
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _without_unset(value)
+        return [cleaned(item) for item in value] if isinstance(value, list) else value
+
+    return {name: cleaned(value) for name, value in table.items() if value is not None}
