@@ -18,6 +18,30 @@ PACKING_VERSION = 1
 
 
 @dataclass(frozen=True)
+class PackingSettings:
+    """All that a plan depends on beside the lengths; see the data section of the configuration for each."""
+
+    seq_len: int
+    max_documents_per_row: int
+    seed: int
+    strategy: str = "best_fit"
+    oversize: str = "split"
+    window: int = 100_000
+
+
+def packing_settings(config: Config) -> PackingSettings:
+    """The settings of a run."""
+    return PackingSettings(
+        seq_len=config.training.seq_len,
+        max_documents_per_row=resolved_max_documents(config),
+        seed=config.training.seed,
+        strategy=config.data.packing,
+        oversize=config.data.oversize,
+        window=config.data.packing_window,
+    )
+
+
+@dataclass(frozen=True)
 class PackingPlan:
     """Rows of documents, as flat arrays: row ``r`` holds segments ``row_offsets[r] : row_offsets[r + 1]``.
 
@@ -27,13 +51,22 @@ class PackingPlan:
     seq_len: int
     row_offsets: np.ndarray  # [rows + 1] int64
     document: np.ndarray  # [segments] int64
-    start: np.ndarray  # [segments] int64
-    length: np.ndarray  # [segments] int64
+    start: np.ndarray  # [segments] int32
+    length: np.ndarray  # [segments] int32
     empty_documents: int
+    truncated_documents: int = 0
+    dropped_documents: int = 0
+    tokens_lost: int = 0  # by truncating and dropping
 
     @property
     def num_rows(self) -> int:
         return len(self.row_offsets) - 1
+
+    @property
+    def row_tokens(self) -> np.ndarray:
+        """Tokens of each row without its padding, [rows] int64."""
+        before = np.concatenate([[0], np.cumsum(self.length, dtype=np.int64)])
+        return np.diff(before[self.row_offsets])
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
         """(document, start, length) of each segment of a row, from left to right."""
