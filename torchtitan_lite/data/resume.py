@@ -1,0 +1,30 @@
+"""What is said when a saved data position meets a run that it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ResumeError(ValueError):
+    """A saved data position does not fit the data, packing or batch of this run."""
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any], advice: Mapping[str, str] | None = None) -> list[str]:
+    """Words every entry that two fingerprints do not share, as ``name was A, is now B``.
+
+    Args:
+        was: fingerprint of the saved position.
+        now: fingerprint of this run.
+        advice: for some entries, what to do about a difference; put behind it in brackets.
+    """
+    advice = advice or {}
+    changes = []
+    for name in dict.fromkeys((*now, *was)):
+        if name in was and name in now and was[name] == now[name]:
+            continue
+        before = f"was {was[name]}" if name in was else "was not there"
+        after = f"is now {now[name]}" if name in now else "is gone now"
+        hint = f" ({advice[name]})" if name in advice else ""
+        changes.append(f"{name} {before}, {after}{hint}")
+    return changes
