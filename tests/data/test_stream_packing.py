@@ -252,6 +252,34 @@ def test_the_pool_shuffles():
     assert moved.mean() > 10 and all(document < position + 50 for position, document in enumerate(first))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("best_fit", [3, 4, 5]),  # the pool is filled up for each row
+        ("greedy", [3, 4, 7]),  # 4 + 5, as 2 does not fit; 2 + 8, full; 1 + 1 + 1, the cap
+        ("split", [3, 5, 8]),  # 4 + 5 + 1 of 2; 1 + 8 + 1, full; 1 + 1 + 1, the cap
+        ("none", [1, 2, 3]),
+    ],
+)
+def test_wants_no_more_documents_than_a_row_depends_on(strategy, expected):
+    packer = packer_of(cap=3, strategy=strategy, buffer=3)
+    if strategy == "best_fit":
+        documents = iter(documents_of([10] * 8))  # one a row
+    else:
+        documents = iter(documents_of([4, 5, 2, 8, 1, 1, 1, 1]))
+    added, seen = 0, []
+    for _ in range(3):
+        while packer.wants_more:
+            packer.add(next(documents))
+            added += 1
+            copy = packer_of(cap=3, strategy=strategy, buffer=3)
+            copy.load_state_dict(packer.state_dict())
+            assert copy.wants_more == packer.wants_more
+        seen.append(added)
+        packer.next_row()
+    assert seen == expected
+
+
 def test_the_cap_closes_a_row():
     for strategy in ("best_fit", "greedy", "split"):
         rows = rows_of(packer_of(strategy=strategy, cap=3), documents_of([1] * 7))
