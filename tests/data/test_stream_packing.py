@@ -256,23 +256,21 @@ def test_the_pool_shuffles():
     ("strategy", "expected"),
     [
         ("best_fit", [3, 4, 5]),  # the pool is filled up for each row
-        ("greedy", [3, 4, 7]),  # 4 + 5, as 2 does not fit; 2 + 8, full; 1 + 1 + 1, the cap
-        ("split", [3, 5, 8]),  # 4 + 5 + 1 of 2; 1 + 8 + 1, full; 1 + 1 + 1, the cap
+        ("greedy", [3, 4, 8]),  # 4 + 5, as 2 does not fit; 2 + 8, full; 1 + 1 + 1 + 1, the cap
+        ("split", [3, 5, 9]),  # 4 + 5 + 1 of 2; 1 + 8 + 1, full; 1 + 1 + 1 + 1, the cap
         ("none", [1, 2, 3]),
     ],
 )
 def test_wants_no_more_documents_than_a_row_depends_on(strategy, expected):
-    packer = packer_of(cap=3, strategy=strategy, buffer=3)
-    if strategy == "best_fit":
-        documents = iter(documents_of([10] * 8))  # one a row
-    else:
-        documents = iter(documents_of([4, 5, 2, 8, 1, 1, 1, 1]))
+    packer = packer_of(cap=4, strategy=strategy, buffer=3)
+    lengths = [10] * 8 if strategy == "best_fit" else [4, 5, 2, 8, 1, 1, 1, 1, 1, 1]
+    documents = iter(documents_of(lengths))
     added, seen = 0, []
     for _ in range(3):
         while packer.wants_more:
             packer.add(next(documents))
             added += 1
-            copy = packer_of(cap=3, strategy=strategy, buffer=3)
+            copy = packer_of(cap=4, strategy=strategy, buffer=3)
             copy.load_state_dict(packer.state_dict())
             assert copy.wants_more == packer.wants_more
         seen.append(added)
