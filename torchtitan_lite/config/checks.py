@@ -17,7 +17,7 @@ from torchtitan_lite.attention.backends import BLOCK_SIZE, masks_documents, unsu
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.load import ConfigError
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.sources import check_source
+from torchtitan_lite.data.sources import check_sources
 from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.models.llama3.args import ModelArgs
@@ -36,13 +36,17 @@ AT_LEAST: dict[str, float] = {
     "training.steps": 1,
     "training.gc_freq": 1,
     "training.seed": 0,
-    "data.num_workers": 0,
-    "data.num_proc": 1,
+    "data.packing_window": 1,
     "data.max_documents_per_row": 0,
+    "data.streaming_buffer": 1,
+    "data.num_workers": 0,
+    "data.prefetch_factor": 1,
+    "data.num_proc": 1,
     "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0,
     "checkpoint.load_step": -1,
     "comm.init_timeout_seconds": 1,
+    "comm.data_timeout_seconds": 1,
 }
 SHARES = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
 
@@ -186,7 +190,7 @@ def _tokenizer(run: _Run) -> Iterator[str]:
 
 
 def _data(run: _Run) -> Iterator[str]:
-    yield from check_source(run.config)
+    yield from check_sources(run.config)
 
 
 def _checkpoint(run: _Run) -> Iterator[str]:

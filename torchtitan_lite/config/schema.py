@@ -236,8 +236,8 @@ class Data:
     """Field that holds the document."""
 
     template: str | None = None
-    """Text of a document made from several fields, as in "{title}\\n\\n{body}"; replaces text_field. {{ and }} stand for
-    braces."""
+    """Text of a document made from several fields, as in "{title}\\n\\n{body}"; replaces text_field. {{ and }} stand
+    for braces."""
 
     subset: str | None = None
     """Subset (its configuration name) of a Hugging Face data set."""
@@ -270,7 +270,7 @@ class Data:
     least 16."""
 
     streaming: bool = False
-    """Tokenise while training, for sets too large to tokenise ahead; ties a run to its number of data-parallel ranks."""
+    """Tokenise while training, for sets too large to do so ahead; ties a run to its number of data-parallel ranks."""
 
     streaming_buffer: int = 1024
     """Documents that each rank holds while streaming, for best_fit to choose among."""

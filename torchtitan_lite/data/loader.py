@@ -1,59 +1,44 @@
 """Packed rows in an endless order that a run can leave and re-enter at any step, on any number of ranks.
 
-Row order: global row ``g`` belongs to epoch ``g // rows_per_epoch``, and each epoch has its own permutation, a pure
-function of (seed, epoch). Global batch ``k`` is rows ``[k * G, (k + 1) * G)`` whoever reads them, and may straddle two
-epochs. So where a run stands is one number, the rows it has trained on.
+Global batch ``k`` is rows ``[k * G, (k + 1) * G)`` of the order (:mod:`torchtitan_lite.data.row_order`) whoever reads
+them, and may straddle two epochs. So where a run stands is one number, the rows it has trained on.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.collator import Batch, collate_rows
-from torchtitan_lite.data.packing import (
-    PACKING_VERSION,
-    PackingPlan,
-    PackingStats,
-    pack,
-    packing_stats,
-    permutation,
-    resolved_max_documents,
-)
-from torchtitan_lite.data.sources import SourceError, load_documents
-from torchtitan_lite.data.tokenized import document_lengths, tokenize_documents
+from torchtitan_lite.data.packing import PACKING_VERSION, packing_settings, resolved_max_documents
+from torchtitan_lite.data.prepared import PreparedSource, prepare_sources
+from torchtitan_lite.data.report import PackingReport
+from torchtitan_lite.data.resume import ResumeError, differences
+from torchtitan_lite.data.row_order import RowOrder
+from torchtitan_lite.data.sources import SourceError
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 
-class ResumeError(ValueError):
-    """A saved data position does not fit the data, packing or batch of this run."""
-
-
 class PackedDataset(torch.utils.data.Dataset):
-    """Rows of a packing plan, read by index from the tokenised documents. Pickles as file names and the plan."""
+    """Rows of several plans, read by (source, row) from the tokenised documents."""
 
-    def __init__(self, documents: datasets.Dataset, plan: PackingPlan):
-        self.documents = documents
-        self.plan = plan
+    def __init__(self, sources: list[PreparedSource]):
+        self.sources = sources
 
     def __len__(self) -> int:
-        return self.plan.num_rows
+        return sum(source.plan.num_rows for source in self.sources)
 
-    def __getitem__(self, index: int) -> list[np.ndarray]:
-        """The documents of a row, [length] int32 each; read-only views of the cache file."""
-        tokens = self.documents.data.column("tokens")
-        return [
-            tokens[document].values.slice(start, length).to_numpy() for document, start, length in self.plan.row(index)
-        ]
+    def __getitem__(self, index: tuple[int, int]) -> list[np.ndarray]:
+        """The documents of a row, [length] int32 each."""
+        source, row = index
+        return self.sources[source].row(row)
 
 
 class RankSampler:
@@ -62,24 +47,17 @@ class RankSampler:
     The ranks share out each run of ``local_batch_size * dp_degree`` rows in rank order.
     """
 
-    def __init__(self, num_rows: int, seed: int, *, start: int, local_batch_size: int, dp_rank: int, dp_degree: int):
-        self.num_rows = num_rows
-        self.seed = seed
+    def __init__(self, order: RowOrder, *, start: int, local_batch_size: int, dp_rank: int, dp_degree: int):
+        self.order = order
         self.first = start + dp_rank * local_batch_size
         self.local_batch_size = local_batch_size
         self.stride = local_batch_size * dp_degree
 
-    def __iter__(self) -> Iterator[list[int]]:
-        current, order = -1, np.empty(0, np.int64)
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         first = self.first
-        while True:
-            indices = []
-            for position in range(first, first + self.local_batch_size):
-                epoch, offset = divmod(position, self.num_rows)
-                if epoch != current:
-                    current, order = epoch, permutation(self.num_rows, self.seed, 1, epoch)
-                indices.append(int(order[offset]))
-            yield indices
+        while self.order.total_rows is None or first + self.local_batch_size <= self.order.total_rows:
+            found = self.order.rows(first, self.local_batch_size)
+            yield list(zip(found.source.tolist(), found.row.tolist(), strict=True))
             first += self.stride
 
 
@@ -92,44 +70,47 @@ class RowLoader:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        sources: list[PreparedSource],
         *,
         config: Config,
         dp_rank: int,
         dp_degree: int,
         pad_id: int,
-        fingerprint: dict[str, str | int],
+        fingerprint: dict[str, str | int | float],
         pin_memory: bool,
     ):
-        local_batch_size, global_batch_size = config.training.local_batch_size, config.training.global_batch_size
-        stride = local_batch_size * dp_degree
-        self.global_batch_size = stride if global_batch_size == -1 else global_batch_size
-        if self.global_batch_size % stride:
-            raise ValueError(
-                f"training.global_batch_size={global_batch_size} must be a multiple of "
-                f"local_batch_size x data-parallel degree = {local_batch_size} x {dp_degree} = {stride}."
-            )
-        self.dataset = dataset
+        self.global_batch_size = global_batch_size(config, dp_degree)
+        self.sources = sources
+        self.dataset = PackedDataset(sources)
+        self.order = RowOrder(
+            [source.plan.row_tokens for source in sources],
+            [source.source.weight for source in sources],
+            [source.source.epochs for source in sources],
+            config.training.seed,
+        )
+        self._check_length(config.training.steps)
         self.fingerprint = fingerprint
         self.rows_trained = 0
         self._sampler = partial(
             RankSampler,
-            len(dataset),
-            config.training.seed,
-            local_batch_size=local_batch_size,
+            self.order,
+            local_batch_size=config.training.local_batch_size,
             dp_rank=dp_rank,
             dp_degree=dp_degree,
         )
+        workers = config.data.num_workers
         self._reader = partial(
             StatefulDataLoader,
-            dataset,
-            num_workers=config.data.num_workers,
+            self.dataset,
+            num_workers=workers,
+            prefetch_factor=config.data.prefetch_factor if workers else None,
             collate_fn=partial(
                 collate_rows,
                 seq_len=config.training.seq_len,
                 pad_id=pad_id,
                 max_documents_per_row=resolved_max_documents(config),
             ),
+            # torch's allocator of pinned memory reuses a batch's pages only when the copies it has begun are done.
             pin_memory=pin_memory,
             snapshot_every_n_steps=0,  # its state counts what was read, and is tied to the number of workers
         )
@@ -138,14 +119,20 @@ class RowLoader:
     def rows_per_epoch(self) -> int:
         return len(self.dataset)
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next row to train on, from 0."""
-        return self.rows_trained // self.rows_per_epoch
+    def epochs(self) -> dict[str, int]:
+        """For each source the epoch of its next row to train on, from 0."""
+        rows = self.order.rows_read(self.rows_trained) // self.order.num_rows
+        return {source.source.name: epoch for source, epoch in zip(self.sources, rows.tolist(), strict=True)}
 
-    @property
-    def stats(self) -> PackingStats:
-        return packing_stats(self.dataset.plan)
+    def shares(self) -> dict[str, float]:
+        """For each source its share of the tokens trained on so far, without padding."""
+        tokens = self.order.tokens_read(self.rows_trained)
+        shares = tokens / max(tokens.sum(), 1)
+        return {source.source.name: share for source, share in zip(self.sources, shares.tolist(), strict=True)}
+
+    def reports(self) -> list[PackingReport]:
+        """What the plan makes of each source."""
+        return [source.report() for source in self.sources]
 
     def __iter__(self) -> Iterator[Batch]:
         """Starts reading at the rows trained so far. Call it anew after :meth:`load_state_dict`."""
@@ -165,7 +152,7 @@ class RowLoader:
         """The position: plain values, the same on every rank, independent of ranks, workers and read-ahead."""
         return {
             "rows_trained": self.rows_trained,
-            "epoch": self.epoch,
+            "epoch": self.epochs(),
             "global_batch_size": self.global_batch_size,
             "fingerprint": dict(self.fingerprint),
         }
@@ -176,49 +163,68 @@ class RowLoader:
         Raises:
             ResumeError: the data, tokenizer, packing or global batch size differ; says which.
         """
-        changes = [
-            f"{name} was {state['fingerprint'].get(name)}, is now {value}"
-            for name, value in self.fingerprint.items()
-            if state["fingerprint"].get(name) != value
-        ]
-        if state["global_batch_size"] != self.global_batch_size:
-            changes.append(
-                f"global_batch_size was {state['global_batch_size']}, is now {self.global_batch_size} "
-                f"(set training.global_batch_size={state['global_batch_size']})"
-            )
+        size = state["global_batch_size"]
+        changes = differences(
+            {**state["fingerprint"], "global_batch_size": size},
+            {**self.fingerprint, "global_batch_size": self.global_batch_size},
+            {"global_batch_size": f"set training.global_batch_size={size}"},
+        )
         if changes:
             raise ResumeError(f"The data position of the checkpoint does not fit this run: {'; '.join(changes)}.")
         self.rows_trained = state["rows_trained"]
+
+    def _check_length(self, steps: int) -> None:
+        size, total = self.global_batch_size, self.order.total_rows
+        if total is not None and total < steps * size:
+            raise SourceError(
+                f"training.steps={steps} of {size} rows need {steps * size:,} rows, but every source ends, after "
+                f"{total:,} rows in all: train for {total // size} steps, or raise the sources' epochs (0: no end)."
+            )
+
+
+def global_batch_size(config: Config, dp_degree: int) -> int:
+    """Rows of an optimizer step over all ranks. Raises ValueError where the ranks cannot share them out."""
+    given, local = config.training.global_batch_size, config.training.local_batch_size
+    stride = local * dp_degree
+    if given != -1 and given % stride:
+        raise ValueError(
+            f"training.global_batch_size={given} must be a multiple of local_batch_size x data-parallel degree = "
+            f"{local} x {dp_degree} = {stride}."
+        )
+    return stride if given == -1 else given
 
 
 def build_loader(config: Config, tokenizer: Tokenizer, *, dp_rank: int, dp_degree: int, device_type: str) -> RowLoader:
     """Reads, tokenises and packs the training text of ``config`` for one data-parallel rank.
 
     Raises:
-        SourceError: the text cannot be read, or holds no document at all.
+        SourceError: the text cannot be read, or a source holds no document at all; or all sources end before the run.
     """
-    documents = tokenize_documents(
-        load_documents(config), tokenizer, num_proc=config.data.num_proc, cache_dir=config.data.cache_dir
-    )
-    lengths = document_lengths(documents)
-    seq_len, seed, max_documents = config.training.seq_len, config.training.seed, resolved_max_documents(config)
-    plan = pack(lengths, seq_len, max_documents, seed)
-    if plan.num_rows == 0:
-        where = config.training.dataset_path or config.training.dataset
-        raise SourceError(f"{where}: no samples, all of its {len(lengths)} documents are empty.")
+    sources = prepare_sources(config, tokenizer)
+    settings = packing_settings(config)
+    fingerprint: dict[str, str | int | float] = {
+        "tokenizer": tokenizer.fingerprint,
+        "seq_len": settings.seq_len,
+        "packing": settings.strategy,
+        "oversize": settings.oversize,
+        "packing_window": settings.window,
+        "max_documents_per_row": settings.max_documents_per_row,
+        "seed": settings.seed,
+        "packing_version": PACKING_VERSION,
+    }
+    if len(sources) == 1:
+        fingerprint["text"] = sources[0].fingerprint
+    else:  # by number: a name may come from where the files lie, and they may be moved
+        for number, source in enumerate(sources, 1):
+            fingerprint[f"text of source {number}"] = source.fingerprint
+            fingerprint[f"weight of source {number}"] = source.source.weight
+            fingerprint[f"epochs of source {number}"] = source.source.epochs
     return RowLoader(
-        PackedDataset(documents, plan),
+        sources,
         config=config,
         dp_rank=dp_rank,
         dp_degree=dp_degree,
         pad_id=0 if tokenizer.eos_id is None else tokenizer.eos_id,
-        fingerprint={
-            "documents": hashlib.sha256(lengths.tobytes()).hexdigest()[:16],
-            "tokenizer": tokenizer.fingerprint,
-            "seq_len": seq_len,
-            "max_documents_per_row": max_documents,
-            "seed": seed,
-            "packing_version": PACKING_VERSION,
-        },
+        fingerprint=fingerprint,
         pin_memory=device_type == "cuda",
     )

@@ -1,7 +1,7 @@
 """The endless order in which the rows of one or several sources are read: a pure function of the seed.
 
-Each source is read epoch after epoch, every epoch in a permutation of its own. Sources are interleaved by tokens, in the
-manner of stride scheduling (Waldspurger and Weihl 1995): a row is due at the time
+Each source is read epoch after epoch, every epoch in a permutation of its own. Sources are interleaved by tokens, in
+the manner of stride scheduling (Waldspurger and Weihl 1995): a row is due at the time
 
     (tokens of its source before it + half of its own) / weight of the source
 

@@ -12,40 +12,55 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow.compute
-from filelock import FileLock
 
+from torchtitan_lite.data.build_lock import build_lock
 from torchtitan_lite.data.sources import progress_on_terminal
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-TOKENS = datasets.Features({"tokens": datasets.List(datasets.Value("int32"))})
+TOKENS = datasets.Features(
+    {
+        "tokens": datasets.List(datasets.Value("int32")),
+        "text_hash": datasets.Value("uint64"),
+        "problem": datasets.Value("string"),
+    }
+)
 
-_CACHE_VERSION = 1
-"""Raised whenever the same text and tokenizer would give other tokens."""
+_CACHE_VERSION = 2
+"""Raised whenever the same text and tokenizer would give other columns."""
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Where tokens and plans are kept: below ``cache_dir``, or in the data sets library's own cache."""
+    folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE).expanduser() / "torchtitan_lite"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def tokenize_documents(
-    documents: datasets.Dataset, tokenizer: Tokenizer, *, num_proc: int, cache_dir: str | None
+    documents: datasets.Dataset, tokenizer: Tokenizer, *, num_proc: int, folder: Path, timeout_seconds: float
 ) -> datasets.Dataset:
     """Tokenises the column ``text``: one row of ``tokens`` (int32, BOS and EOS included) for each document.
 
-    A document without text (nothing but white space) gets no tokens, so that row i is always document i.
+    A document without text (nothing but white space) gets no tokens, so that row i is always document i. ``problem``
+    is handed on, ``text_hash`` is 64 bits of the text's BLAKE2 digest.
 
-    The result lies in ``cache_dir`` (or the data sets library's own) under a name made of the documents' and the
-    tokenizer's fingerprints. Of several processes that ask at once, ranks of a run or runs side by side, one builds and
-    the others wait for its lock, outside of any collective: a builder that fails or dies frees the lock, and the next
-    one meets the error itself.
+    The result lies in ``folder`` under a name made of the documents' and the tokenizer's fingerprints. Of several
+    processes that ask at once, one builds it and the others wait.
 
     Args:
         num_proc: processes to tokenise with. 1: this one, with a thread per core.
+        timeout_seconds: how long to wait for another process that builds.
     """
     identity = f"{_CACHE_VERSION} {documents._fingerprint} {tokenizer.fingerprint}"
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE).expanduser() / "torchtitan_lite"
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{fingerprint}.arrow"
-    with FileLock(folder / f"{fingerprint}.lock"), progress_on_terminal(), _tokenizer_threads(num_proc == 1):
+    with (
+        build_lock(folder / f"{fingerprint}.lock", "tokens", timeout_seconds),
+        progress_on_terminal(),
+        tokenizer_threads(num_proc == 1),
+    ):
         if not file.exists():
             logger.info(f"Tokenising {len(documents):,} documents, once; the tokens are kept in {folder}")
         return documents.map(
@@ -67,16 +82,34 @@ def document_lengths(tokenized: datasets.Dataset) -> np.ndarray:
     return pyarrow.compute.list_value_length(tokenized.data.column("tokens")).to_numpy().astype(np.int64)
 
 
-def _tokenize_batch(batch: dict[str, list[str]], tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
+def text_fingerprint(tokenized: datasets.Dataset) -> str:
+    """Digest of all documents' text in order, whatever files it came from and whatever tokenizer read it."""
+    return hashlib.sha256(tokenized.data.column("text_hash").to_numpy().tobytes()).hexdigest()[:16]
+
+
+def bad_records(tokenized: datasets.Dataset, most: int) -> tuple[int, list[str]]:
+    """How many records were left out for a problem, and the problems of the first ``most``."""
+    problems = tokenized.data.column("problem")
+    count = len(problems) - problems.null_count
+    return count, problems.drop_null().slice(0, most).to_pylist() if count else []
+
+
+def _tokenize_batch(batch: dict[str, list], tokenizer: Tokenizer) -> dict[str, list]:
     encoded = tokenizer.encode_batch(batch["text"])
-    return {"tokens": [ids if text.strip() else [] for text, ids in zip(batch["text"], encoded, strict=True)]}
+    return {
+        "tokens": [ids if text.strip() else [] for text, ids in zip(batch["text"], encoded, strict=True)],
+        "text_hash": [
+            int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") for text in batch["text"]
+        ],
+        "problem": batch["problem"],
+    }
 
 
 @contextlib.contextmanager
-def _tokenizer_threads(enabled: bool) -> Iterator[None]:
+def tokenizer_threads(enabled: bool) -> Iterator[None]:
     """Sets whether the tokenizers library may use threads, and forbids them afterwards unless the user had a say.
 
-    Loader workers are forked later. They never tokenise, but if nothing were said the library would warn in each.
+    Loader workers are forked later. If nothing were said the library would warn in each.
     """
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name, "false")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,24 @@ class World:
     local_rank: int
     size: int
     device: torch.device
+
+
+class DataParallel(NamedTuple):
+    """Which rows a process reads: those of place ``rank`` among ``degree``."""
+
+    rank: int
+    degree: int
+
+
+def data_parallel_place(
+    rank: int, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, tp: int = 1
+) -> DataParallel:
+    """The data-parallel place of a global rank, in a mesh whose dimensions are laid out in the order of the arguments.
+
+    Ranks that differ only in their place along pp, cp or tp work on the same rows.
+    """
+    inner = cp * tp
+    return DataParallel(rank // inner % (dp_replicate * dp_shard), dp_replicate * dp_shard)
 
 
 def world_from_environment() -> World:

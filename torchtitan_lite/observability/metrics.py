@@ -13,8 +13,9 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -45,10 +46,12 @@ class StepMetrics:
     mfu: float
     padding_fraction: float
     documents_per_row: float
+    mask_density: float  # pairs within a document, of those of plain causal attention
     data_wait_fraction: float
     memory_gib: float
     memory_fraction: float
     time_s: float  # seconds per step
+    shares: dict[str, float] = field(default_factory=dict)  # of the tokens so far, by source
 
 
 _NOT_IN_JSONL = {"tflops", "memory_fraction"}  # each follows from its neighbour and a constant of the machine
@@ -60,7 +63,11 @@ def json_line(metrics: StepMetrics) -> str:
     Python's ``float()`` reads all of these values back, bit for bit.
     """
     fields = {name: value for name, value in dataclasses.asdict(metrics).items() if name not in _NOT_IN_JSONL}
-    return json.dumps({name: value if math.isfinite(value) else str(value) for name, value in fields.items()})
+    return json.dumps({name: _as_json(value) for name, value in fields.items()})
+
+
+def _as_json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def tags(metrics: StepMetrics) -> dict[str, float]:
@@ -82,6 +89,8 @@ def tags(metrics: StepMetrics) -> dict[str, float]:
         "packing/supervised_tps": metrics.supervised_tps,
         "packing/padding(%)": 100 * metrics.padding_fraction,
         "packing/documents_per_row": metrics.documents_per_row,
+        "packing/mask_density(%)": 100 * metrics.mask_density,
+        **{f"packing/share_of_{name}(%)": 100 * share for name, share in metrics.shares.items()},
     }
 
 
@@ -221,6 +230,11 @@ class MetricsLogger:
         for log, _ in self._sinks:
             log(tags(metrics), metrics.step)
         logger.info(console_line(metrics, self._total_steps))
+
+    def note(self, values: dict[str, float], step: int) -> None:
+        """Write numbers that belong to the run and not to a step, for TensorBoard and Weights & Biases alone."""
+        for log, _ in self._sinks:
+            log(values, step)
 
     def close(self) -> None:
         """Flush and close everything."""

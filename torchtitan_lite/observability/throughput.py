@@ -30,7 +30,17 @@ class Throughput:
         self._totals: Counter[str] = Counter()
 
     def add(
-        self, *, tokens: int, targets: int, rows: int, documents: int, padding: int, flops: int, data_wait_s: float
+        self,
+        *,
+        tokens: int,
+        targets: int,
+        rows: int,
+        documents: int,
+        document_pairs: int,
+        causal_pairs: int,
+        padding: int,
+        flops: int,
+        data_wait_s: float,
     ) -> None:
         """Count one optimizer step.
 
@@ -39,6 +49,8 @@ class Throughput:
             targets: tokens with a label, i.e. those the loss is over.
             rows: rows of the global batch.
             documents: documents in them; padding is none.
+            document_pairs: (query, key) pairs within a document, causal.
+            causal_pairs: those that plain causal attention has in as many rows, rows * seq_len * (seq_len + 1) / 2.
             padding: tokens that are padding.
             flops: model FLOPs (:func:`torchtitan_lite.observability.flops.step_flops`).
             data_wait_s: seconds for which this process waited for its batches.
@@ -49,6 +61,8 @@ class Throughput:
             targets=targets,
             rows=rows,
             documents=documents,
+            document_pairs=document_pairs,
+            causal_pairs=causal_pairs,
             padding=padding,
             flops=flops,
             data_wait_s=data_wait_s,
@@ -73,6 +87,7 @@ class Throughput:
             "mfu": total["flops"] / device_seconds / self._peak_flops,
             "padding_fraction": total["padding"] / total["tokens"],
             "documents_per_row": total["documents"] / total["rows"],
+            "mask_density": total["document_pairs"] / total["causal_pairs"],
             "data_wait_fraction": total["data_wait_s"] / seconds,
             "time_s": seconds / total["steps"],
         }

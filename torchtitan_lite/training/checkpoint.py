@@ -64,8 +64,9 @@ def _remove(path: Path) -> None:
 class CheckpointManager:
     """Saves and loads the state of one run.
 
-    Contents: ``model`` and ``optimizer`` under the model's own parameter names, and ``train_state``, plain data that
-    the trainer passes in and gets back (as JSON, so that its form may grow).
+    Contents: ``model`` and ``optimizer`` under the model's own parameter names; ``train_state``, plain data that the
+    trainer passes in and gets back (as JSON, so that its form may grow), the same on every rank; and ``data_state.R``
+    of each data-parallel rank R, bytes, where data is streamed.
 
     Args:
         config: the checkpoint section.
@@ -84,8 +85,12 @@ class CheckpointManager:
             self._group = dist.new_group(backend="gloo")
             self._background = ThreadPoolExecutor(max_workers=1)
 
-    def save(self, step: int, train_state: dict[str, Any]) -> None:
-        """Write step-``step``; in async mode only a copy is made before this returns."""
+    def save(self, step: int, train_state: dict[str, Any], data_state: dict[int, bytes] | None = None) -> None:
+        """Write step-``step``; in async mode only a copy is made before this returns.
+
+        Args:
+            data_state: what this process knows of its data-parallel rank's place in the data, by that rank.
+        """
         self.wait()
         path = self.folder / f"step-{step}"
         if dist.get_rank() == 0 and path.exists():
@@ -96,6 +101,8 @@ class CheckpointManager:
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS),
             "train_state": json.dumps(train_state),
         }
+        if data_state:
+            state["data_state"] = {str(rank): value for rank, value in data_state.items()}
         if self.config.async_mode == "disabled":
             dcp.save(state, checkpoint_id=path)
             self._finish(path, step)
@@ -139,6 +146,21 @@ class CheckpointManager:
             self._read(path, {"model": get_model_state_dict(self.model)})
             logger.info(f"Took initial weights from {path}")
         return None
+
+    def load_data_state(self, step: int, dp_rank: int) -> bytes:
+        """The ``data_state`` that a data-parallel rank saved. All ranks call this together.
+
+        Raises:
+            CheckpointError: it saved none.
+        """
+        path, key = self.folder / f"step-{step}", f"data_state.{dp_rank}"
+        state = {"data_state": {str(dp_rank): b""}}
+        with _damage_named(path):
+            stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            if key in stored:
+                dcp.load(state, checkpoint_id=path)
+                return state["data_state"][str(dp_rank)]
+        raise CheckpointError(f"{path} holds no place in the data of data-parallel rank {dp_rank} ({key})")
 
     def _load_run(self, path: Path) -> dict[str, Any]:
         # Reading brings back the hyper-parameters of the run that wrote, too; those of this run's configuration rule.

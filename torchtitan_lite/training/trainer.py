@@ -8,7 +8,8 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,15 +17,17 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from torchtitan_lite.attention.masks import MaskSpec
 from torchtitan_lite.config.checks import check_config
 from torchtitan_lite.config.load import ConfigError, save_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.collator import PADDING_ID, Batch, num_targets
 from torchtitan_lite.data.loader import RowLoader, build_loader
 from torchtitan_lite.data.packing import resolved_max_documents
+from torchtitan_lite.data.streaming import StreamLoader, build_stream_loader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.distributed.fsdp import shard_model
-from torchtitan_lite.distributed.mesh import build_mesh, init_distributed, world_from_environment
+from torchtitan_lite.distributed.mesh import build_mesh, data_parallel_place, init_distributed, world_from_environment
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.flavors import model_args
@@ -52,7 +55,8 @@ class Counts:
     targets: int
     tokens: int  # without padding
     documents: int
-    pairs: int  # (query, key) pairs attended, summed over layers
+    document_pairs: int  # (query, key) pairs within a document
+    pairs: int  # pairs attended, summed over layers
 
     @classmethod
     def of(cls, batches: list[Batch], args: ModelArgs) -> Counts:
@@ -61,6 +65,7 @@ class Counts:
             targets=sum(num_targets(batch) for batch in batches),
             tokens=sum(int((batch.document_ids != PADDING_ID).sum()) for batch in batches),
             documents=sum(int((batch.document_ids.amax(dim=1) + 1).sum()) for batch in batches),
+            document_pairs=sum(attended_pairs(batch.document_ids, MaskSpec(document=True)) for batch in batches),
             pairs=sum(
                 specs.count(spec) * attended_pairs(batch.document_ids, spec) for batch in batches for spec in set(specs)
             ),
@@ -68,7 +73,7 @@ class Counts:
 
     def over_ranks(self) -> Counts:
         """The sum over all data-parallel ranks; through gloo, so that a GPU is not waited for."""
-        counts = torch.tensor([self.targets, self.tokens, self.documents, self.pairs])
+        counts = torch.tensor(astuple(self))
         dist.all_reduce(counts)
         return Counts(*counts.tolist())
 
@@ -85,6 +90,7 @@ class Trainer:
         self.world = world_from_environment()
         self.device = self.world.device
         self.main_rank = self.world.rank == 0
+        self.dp = data_parallel_place(self.world.rank, dp_shard=self.world.size)
         warnings = check_config(config, world_size=self.world.size, device_type=self.device.type)
         self.dump_folder = Path(config.job.dump_folder)
         processes = "process" if self.world.size == 1 else "processes"
@@ -99,7 +105,7 @@ class Trainer:
             save_config(config, self.dump_folder / "config.toml")
 
         self.loader = self._build_loader()
-        self.accumulation = self.loader.global_batch_size // (config.training.local_batch_size * self.world.size)
+        self.accumulation = self.loader.global_batch_size // (config.training.local_batch_size * self.dp.degree)
         self.args = replace(
             model_args(config.model.flavor, asdict(config.model.args)),
             varlen_engine=config.model.varlen_engine,
@@ -122,23 +128,26 @@ class Trainer:
 
     # -- building ------------------------------------------------------------------------------------------------------
 
-    def _build_loader(self) -> RowLoader:
+    def _build_loader(self) -> RowLoader | StreamLoader:
         tokenizer = load_tokenizer(self.config.model.hf_assets_path)
-        loader = build_loader(
-            self.config,
-            tokenizer,
-            dp_rank=self.world.rank,
-            dp_degree=self.world.size,
-            device_type=self.device.type,
+        build = build_stream_loader if self.config.data.streaming else build_loader
+        loader = build(
+            self.config, tokenizer, dp_rank=self.dp.rank, dp_degree=self.dp.degree, device_type=self.device.type
         )
+        # A group with the time limit of the data: another node may still be tokenising.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.comm.data_timeout_seconds))
         fingerprints = [None] * self.world.size
-        dist.all_gather_object(fingerprints, loader.fingerprint)
+        dist.all_gather_object(fingerprints, loader.fingerprint, group=group)
+        dist.destroy_process_group(group)
         if differing := [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]:
             raise RuntimeError(
                 f"Rank 0 has packed other data than rank(s) {differing}: {fingerprints[0]} is not "
                 f"{fingerprints[differing[0]]}. Do all nodes read the same files with the same software?"
             )
-        logger.info(f"Data: {loader.stats}")
+        self.reports = loader.reports() if self.main_rank else []
+        for report in self.reports:
+            for line in report.lines():
+                logger.info(line)
         return loader
 
     def _build_model(self) -> Transformer:
@@ -171,6 +180,8 @@ class Trainer:
         if state is not None:
             self.step, self.tokens_seen = state["step"], state["tokens_seen"]
             self.loader.load_state_dict(state["data"])
+            if isinstance(self.loader, StreamLoader):
+                self.loader.load_rank_state(self.checkpoint.load_data_state(self.step, self.dp.rank))
             was, now = state["model"], self._model_state()
             changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
             if changed:  # the weights fit all the same
@@ -211,6 +222,9 @@ class Trainer:
             profiler = stack.enter_context(
                 maybe_profile(self.config.profiling, self.dump_folder, self.world.rank, self.step)
             )
+            if metrics is not None:
+                for report in self.reports:
+                    metrics.note(report.scalars(), self.step)
             self.batches = iter(self.loader)
             while self.step < total:
                 measured = self.train_step()
@@ -223,6 +237,8 @@ class Trainer:
                 profiler.step()
                 collector.step(self.step)
             self.checkpoint.wait()
+        if len(shares := self.loader.shares()) > 1:
+            logger.info(f"Tokens by source: {', '.join(f'{name} {share:.2%}' for name, share in shares.items())}")
         logger.info(f"Done: {self.step} steps, {self.tokens_seen:,} tokens")
 
     def train_step(self) -> StepMetrics | None:
@@ -234,7 +250,7 @@ class Trainer:
         local = Counts.of(batches, self.args)
         total = local.over_ranks()
         lr = self._set_lr()
-        torch.manual_seed(_step_seed(self.config.training.seed, self.step, self.world.rank))
+        torch.manual_seed(_step_seed(self.config.training.seed, self.step, self.dp.rank))
 
         result = None
         if total.targets == 0:
@@ -281,7 +297,9 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         if self._is_save_step():
-            self.checkpoint.save(self.step, self._state())
+            streamed = isinstance(self.loader, StreamLoader)
+            data_state = {self.dp.rank: self.loader.rank_state()} if streamed else None
+            self.checkpoint.save(self.step, self._state(), data_state)
 
     def _require_finite(self) -> None:
         """Stop a run that has diverged, before it logs or saves: on those steps only, as this waits for the device.
@@ -309,12 +327,15 @@ class Trainer:
 
     def _count(self, total: Counts, data_wait: float) -> None:
         rows, seq_len = self.loader.global_batch_size, self.config.training.seq_len
+        causal_pairs = rows * seq_len * (seq_len + 1) // 2
         self.tokens_seen += rows * seq_len
         self.throughput.add(
             tokens=rows * seq_len,
             targets=total.targets,
             rows=rows,
             documents=total.documents,
+            document_pairs=total.document_pairs,
+            causal_pairs=causal_pairs,
             padding=rows * seq_len - total.tokens,
             flops=step_flops(
                 matmul_params=self.args.matmul_params,
@@ -341,6 +362,7 @@ class Trainer:
             tokens_seen=self.tokens_seen,
             memory_gib=memory_gib,
             memory_fraction=memory_fraction,
+            shares=self.loader.shares(),
             **self.throughput.summary(),
         )
         return metrics
