@@ -215,10 +215,11 @@ def checkpointed(folder: Path, save: bool) -> dict[str, torch.Tensor]:
 
     if save:
         learn(0.1), learn(0.2)
-        manager.save(2, {"step": 2})
+        manager.save(2, {"step": 2}, {world.rank: bytes([world.rank]) * 3})
         manager.wait()
     else:
         assert manager.load() == {"step": 2}
+        assert manager.load_data_state(2, world.rank) == bytes([world.rank]) * 3  # its own, not that of rank 0
     learn(0.3)
     values = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     for name, p in model.named_parameters():

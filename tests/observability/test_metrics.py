@@ -27,6 +27,7 @@ METRICS = StepMetrics(
     mfu=0.00123,
     padding_fraction=0.0625,
     documents_per_row=3.5,
+    mask_density=0.125,
     data_wait_fraction=0.25,
     memory_gib=1.234,
     memory_fraction=0.013,
@@ -45,6 +46,7 @@ JSONL_KEYS = [
     "mfu",
     "padding_fraction",
     "documents_per_row",
+    "mask_density",
     "data_wait_fraction",
     "memory_gib",
     "time_s",
@@ -160,11 +162,24 @@ def test_tensorboard_has_torchtitans_tags_and_reads_as_one_run(config, tmp_path)
             "packing/supervised_tps": 12000.25,
             "packing/padding(%)": 6.25,
             "packing/documents_per_row": 3.5,
+            "packing/mask_density(%)": 12.5,
         },
         rel=1e-6,
     )
     losses = [(event.step, event.value) for event in events.Scalars("loss_metrics/global_avg_loss")]
     assert losses == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
+def test_shares_of_sources(config, tmp_path):
+    config.metrics.enable_tensorboard = True
+    with MetricsLogger(config, 0) as metrics_logger:
+        metrics_logger.note({"packing/books/padding(%)": 0.5}, 0)
+        metrics_logger.log(at(1, shares={"books": 0.75, "code": 0.25}))
+    assert entries(tmp_path)[0]["shares"] == {"books": 0.75, "code": 0.25}
+    events = EventAccumulator(str(tmp_path / "run" / "tb"))
+    events.Reload()
+    assert [events.Scalars(f"packing/share_of_{name}(%)")[0].value for name in ("books", "code")] == [75, 25]
+    assert [(event.step, event.value) for event in events.Scalars("packing/books/padding(%)")] == [(0, 0.5)]
 
 
 def test_nothing_but_metrics_jsonl_by_default(config, tmp_path):

@@ -64,6 +64,22 @@ MODES = pytest.mark.parametrize("async_mode", ["disabled", "async"])
 
 
 @MODES
+def test_bytes_of_a_rank_come_back(new_run, async_mode):
+    run = new_run(async_mode=async_mode)
+    run.learn()
+    run.manager.save(2, {"step": 2}, {0: b"\x00where it stands"})
+    run.manager.save(3, {"step": 3})
+    run.manager.wait()
+    other = new_run(async_mode=async_mode)
+    assert other.manager.load() == {"step": 3}
+    assert other.manager.load_data_state(2, 0) == b"\x00where it stands"
+    with pytest.raises(CheckpointError, match=r"step-2 holds no place in the data of data-parallel rank 1"):
+        other.manager.load_data_state(2, 1)
+    with pytest.raises(CheckpointError, match=r"step-3 holds no place"):
+        other.manager.load_data_state(3, 0)
+
+
+@MODES
 def test_everything_comes_back(new_run, async_mode):
     run = new_run(async_mode=async_mode)
     run.learn()

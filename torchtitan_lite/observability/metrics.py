@@ -51,7 +51,7 @@ class StepMetrics:
     memory_gib: float
     memory_fraction: float
     time_s: float  # seconds per step
-    shares: dict[str, float] = field(default_factory=dict)  # of the tokens so far, by source
+    shares: dict[str, float] = field(default_factory=dict)  # of the tokens so far, by source; empty if there is one
 
 
 _NOT_IN_JSONL = {"tflops", "memory_fraction"}  # each follows from its neighbour and a constant of the machine
@@ -63,6 +63,8 @@ def json_line(metrics: StepMetrics) -> str:
     Python's ``float()`` reads all of these values back, bit for bit.
     """
     fields = {name: value for name, value in dataclasses.asdict(metrics).items() if name not in _NOT_IN_JSONL}
+    if not metrics.shares:
+        del fields["shares"]
     return json.dumps({name: _as_json(value) for name, value in fields.items()})
 
 

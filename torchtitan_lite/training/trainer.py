@@ -237,7 +237,7 @@ class Trainer:
                 profiler.step()
                 collector.step(self.step)
             self.checkpoint.wait()
-        if len(shares := self.loader.shares()) > 1:
+        if shares := self._shares():
             logger.info(f"Tokens by source: {', '.join(f'{name} {share:.2%}' for name, share in shares.items())}")
         logger.info(f"Done: {self.step} steps, {self.tokens_seen:,} tokens")
 
@@ -346,6 +346,11 @@ class Trainer:
             data_wait_s=data_wait,
         )
 
+    def _shares(self) -> dict[str, float]:
+        """Of the tokens trained on so far, by source; empty if there is but one."""
+        shares = self.loader.shares()
+        return shares if len(shares) > 1 else {}
+
     def _measure(self, loss_sum: Tensor, grad_norm: Tensor, local: Counts, total: Counts, lr: float) -> StepMetrics:
         """Metrics of this step, the same on every rank (but for memory, which is this rank's)."""
         loss_sum = loss_sum.double()
@@ -362,7 +367,7 @@ class Trainer:
             tokens_seen=self.tokens_seen,
             memory_gib=memory_gib,
             memory_fraction=memory_fraction,
-            shares=self.loader.shares(),
+            shares=self._shares(),
             **self.throughput.summary(),
         )
         return metrics
