@@ -22,16 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_lite.data.packing import PackingSettings
+from torchtitan_lite.data.packing import PackingError, PackingSettings
 
 STREAM_PACKING_VERSION = 1
 """Raised whenever the same documents and settings would give other rows; a resume across versions is refused."""
-
-_OVERSIZE = ("split", "truncate", "drop", "error")
-
-
-class OversizeError(ValueError):
-    """A document is longer than a row, and the settings allow none."""
 
 
 @dataclass
@@ -62,21 +56,14 @@ class StreamPacker:
     """
 
     def __init__(self, settings: PackingSettings, buffer: int, key: Sequence[int] = ()):
+        if buffer < 1:
+            raise ValueError(f"buffer={buffer} must be at least 1.")
         makers = {
             "best_fit": self._best_fit_row,
             "greedy": self._greedy_row,
             "split": self._split_row,
             "none": self._single_row,
         }
-        if settings.strategy not in makers:
-            raise ValueError(f"packing strategy {settings.strategy!r} is not one of {', '.join(makers)}.")
-        if settings.oversize not in _OVERSIZE:
-            raise ValueError(f"oversize rule {settings.oversize!r} is not one of {', '.join(_OVERSIZE)}.")
-        if min(settings.seq_len, settings.max_documents_per_row, buffer) < 1:
-            raise ValueError(
-                f"seq_len={settings.seq_len}, max_documents_per_row={settings.max_documents_per_row} and "
-                f"buffer={buffer} must be at least 1."
-            )
         self.settings = settings
         self.buffer = buffer
         self.key = tuple(key)
@@ -111,7 +98,7 @@ class StreamPacker:
         """Takes a document, [length] integers; its tokens are copied. One of no tokens is counted as empty.
 
         Raises:
-            OversizeError: it is longer than a row and ``oversize`` is ``error``.
+            PackingError: it is longer than a row and ``oversize`` is ``error``.
         """
         if self._finished:
             raise RuntimeError("a document came after the last one.")
@@ -134,7 +121,7 @@ class StreamPacker:
             self.counts.dropped += 1
             self.counts.tokens_lost += length
         else:
-            raise OversizeError(
+            raise PackingError(
                 f"a document of {length:,} tokens is longer than training.seq_len={seq_len} and data.oversize=error "
                 "allows none; data.oversize=split, truncate or drop would, or a longer training.seq_len."
             )
