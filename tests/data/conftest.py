@@ -23,6 +23,7 @@ def make_config(tmp_path: Path):
         config.training.local_batch_size = settings.pop("local_batch_size", 1)
         config.training.global_batch_size = settings.pop("global_batch_size", -1)
         config.training.seed = settings.pop("seed", 42)
+        config.training.steps = settings.pop("steps", 1000)
         config.data.cache_dir = str(tmp_path / "cache")
         for name, value in settings.items():
             assert hasattr(config.data, name)

@@ -7,7 +7,13 @@ import datasets
 import pytest
 from toy_data import BOS, EOS
 
-from torchtitan_lite.data.tokenized import document_lengths, tokenize_documents
+from torchtitan_lite.data.tokenized import (
+    bad_records,
+    cache_folder,
+    document_lengths,
+    text_fingerprint,
+    tokenize_documents,
+)
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = ["abc", "", "d", " \n", "a<eos>b"]
@@ -34,9 +40,12 @@ def counting(folder, **options):
     return CountingTokenizer(base.backend, base.bos_id, base.eos_id, base.fingerprint, [], **options)
 
 
-def tokenize(texts, tokenizer, cache, num_proc=1):
-    documents = datasets.Dataset.from_dict({"text": texts})
-    return tokenize_documents(documents, tokenizer, num_proc=num_proc, cache_dir=str(cache))
+def tokenize(texts, tokenizer, cache, num_proc=1, problems=None):
+    columns = {"text": texts, "problem": problems or [None] * len(texts)}
+    features = datasets.Features({name: datasets.Value("string") for name in columns})
+    documents = datasets.Dataset.from_dict(columns, features=features)
+    folder = cache_folder(str(cache))
+    return tokenize_documents(documents, tokenizer, num_proc=num_proc, folder=folder, timeout_seconds=60)
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
@@ -99,3 +108,28 @@ def test_users_choice_of_tokenizer_threads_comes_back(character_folder, tmp_path
             monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
         tokenize([f"text {index}"], load_tokenizer(str(character_folder)), tmp_path / "cache")
         assert os.environ["TOKENIZERS_PARALLELISM"] == after
+
+
+def test_the_text_has_a_fingerprint_of_its_own(character_folder, tmp_path):
+    tokenizer = load_tokenizer(str(character_folder))
+    first = text_fingerprint(tokenize(["abc", "de"], tokenizer, tmp_path / "a"))
+    assert text_fingerprint(tokenize(["abc", "de"], tokenizer, tmp_path / "b", num_proc=2)) == first
+    for other in (["abd", "de"], ["de", "abc"], ["abc", "de", ""]):  # an edit of the same length shows, too
+        assert text_fingerprint(tokenize(other, tokenizer, tmp_path / "a")) != first
+    (character_folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    assert text_fingerprint(tokenize(["abc", "de"], load_tokenizer(str(character_folder)), tmp_path / "a")) == first
+
+
+def test_bad_records_are_counted_from_the_cache(character_folder, tmp_path):
+    texts, problems = ["a", "", "b", "", ""], [None, "line 2", None, "line 4", "line 5"]
+    for _ in range(2):
+        tokenized = tokenize(texts, load_tokenizer(str(character_folder)), tmp_path, problems=problems)
+        assert bad_records(tokenized, most=2) == (3, ["line 2", "line 4"])
+    assert bad_records(tokenize(["a"], load_tokenizer(str(character_folder)), tmp_path), most=2) == (0, [])
+
+
+@pytest.mark.timeout(120)
+def test_ten_megabytes_without_a_space(tmp_path):
+    text = "x" * 10_000_000
+    tokenized = tokenize([text], load_tokenizer("debug"), tmp_path)
+    assert 2 < document_lengths(tokenized)[0] <= len(text) + 2

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.collator import Batch, collate_rows
-from torchtitan_lite.data.packing import PACKING_VERSION, packing_settings, resolved_max_documents
+from torchtitan_lite.data.packing import PACKING_VERSION, PackingSettings, packing_settings, resolved_max_documents
 from torchtitan_lite.data.prepared import PreparedSource, prepare_sources
 from torchtitan_lite.data.report import PackingReport
 from torchtitan_lite.data.resume import ResumeError, differences
@@ -71,12 +71,11 @@ class RowLoader:
     def __init__(
         self,
         sources: list[PreparedSource],
+        tokenizer: Tokenizer,
         *,
         config: Config,
         dp_rank: int,
         dp_degree: int,
-        pad_id: int,
-        fingerprint: dict[str, str | int | float],
         pin_memory: bool,
     ):
         self.global_batch_size = global_batch_size(config, dp_degree)
@@ -89,7 +88,7 @@ class RowLoader:
             config.training.seed,
         )
         self._check_length(config.training.steps)
-        self.fingerprint = fingerprint
+        self.fingerprint = _fingerprint(sources, tokenizer, packing_settings(config))
         self.rows_trained = 0
         self._sampler = partial(
             RankSampler,
@@ -107,7 +106,7 @@ class RowLoader:
             collate_fn=partial(
                 collate_rows,
                 seq_len=config.training.seq_len,
-                pad_id=pad_id,
+                pad_id=0 if tokenizer.eos_id is None else tokenizer.eos_id,
                 max_documents_per_row=resolved_max_documents(config),
             ),
             # torch's allocator of pinned memory reuses a batch's pages only when the copies it has begun are done.
@@ -201,7 +200,15 @@ def build_loader(config: Config, tokenizer: Tokenizer, *, dp_rank: int, dp_degre
         SourceError: the text cannot be read, or a source holds no document at all; or all sources end before the run.
     """
     sources = prepare_sources(config, tokenizer)
-    settings = packing_settings(config)
+    return RowLoader(
+        sources, tokenizer, config=config, dp_rank=dp_rank, dp_degree=dp_degree, pin_memory=device_type == "cuda"
+    )
+
+
+def _fingerprint(
+    sources: list[PreparedSource], tokenizer: Tokenizer, settings: PackingSettings
+) -> dict[str, str | int | float]:
+    """All that the sequence of rows follows from, each under a name to be told by."""
     fingerprint: dict[str, str | int | float] = {
         "tokenizer": tokenizer.fingerprint,
         "seq_len": settings.seq_len,
@@ -219,12 +226,4 @@ def build_loader(config: Config, tokenizer: Tokenizer, *, dp_rank: int, dp_degre
             fingerprint[f"text of source {number}"] = source.fingerprint
             fingerprint[f"weight of source {number}"] = source.source.weight
             fingerprint[f"epochs of source {number}"] = source.source.epochs
-    return RowLoader(
-        sources,
-        config=config,
-        dp_rank=dp_rank,
-        dp_degree=dp_degree,
-        pad_id=0 if tokenizer.eos_id is None else tokenizer.eos_id,
-        fingerprint=fingerprint,
-        pin_memory=device_type == "cuda",
-    )
+    return fingerprint

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 TOKENS = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),
-        "text_hash": datasets.Value("uint64"),
+        "text_hash": datasets.Value("int64"),
         "problem": datasets.Value("string"),
     }
 )
@@ -99,7 +99,8 @@ def _tokenize_batch(batch: dict[str, list], tokenizer: Tokenizer) -> dict[str, l
     return {
         "tokens": [ids if text.strip() else [] for text, ids in zip(batch["text"], encoded, strict=True)],
         "text_hash": [
-            int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") for text in batch["text"]
+            int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+            for text in batch["text"]
         ],
         "problem": batch["problem"],
     }

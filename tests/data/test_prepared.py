@@ -1,0 +1,99 @@
+import logging
+import pickle
+import threading
+
+import numpy as np
+import pytest
+from toy_data import BOS, EOS, write_jsonl
+
+from torchtitan_lite.data import prepared as module
+from torchtitan_lite.data.packing import PackingError
+from torchtitan_lite.data.prepared import prepare_sources
+from torchtitan_lite.data.sources import SourceError
+from torchtitan_lite.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def prepare(tmp_path, make_config, character_folder):
+    def prepare(texts=None, **settings):
+        path = tmp_path / "documents.jsonl"
+        if texts is not None:
+            write_jsonl(path, texts)
+        (source,) = prepare_sources(make_config(path, **settings), load_tokenizer(str(character_folder)))
+        return source
+
+    return prepare
+
+
+def test_rows_are_the_documents_tokens(prepare, character_folder):
+    source = prepare(["abc", "", "de"], packing="greedy")
+    tokenizer = load_tokenizer(str(character_folder))
+    documents = {tuple(tokenizer.encode(text)) for text in ("abc", "de")}  # 5 and 4 tokens: a row of 8 each
+    read = [tuple(document.tolist()) for row in range(source.plan.num_rows) for document in source.row(row)]
+    assert sorted(read) == sorted(documents) and all(ids[0] == BOS and ids[-1] == EOS for ids in read)
+    report = source.report()
+    assert (report.name, report.documents, report.empty_documents, report.tokens) == ("documents", 2, 1, 9)
+
+
+def test_a_plan_is_made_once_and_mapped(prepare, monkeypatch):
+    first = prepare(["abc", "de"] * 50)
+    monkeypatch.setattr(module, "pack", lambda *_: pytest.fail("planned again"))
+    second = prepare()
+    assert isinstance(second.plan.document, np.memmap)
+    assert all(np.array_equal(a, b) for a, b in zip(vars(first.plan).values(), vars(second.plan).values(), strict=True))
+    unpickled = pickle.loads(pickle.dumps(second))
+    assert [row.tolist() for row in unpickled.row(3)] == [row.tolist() for row in first.row(3)]
+    for changed in ({"seq_len": 16}, {"packing": "none"}, {"seed": 1}, {"oversize": "drop"}, {"packing_window": 5}):
+        with pytest.raises(pytest.fail.Exception, match="planned again"):
+            prepare(**changed)
+    with pytest.raises(pytest.fail.Exception, match="planned again"):
+        prepare(["abc", "de"] * 49)
+
+
+def test_a_plan_half_written_is_no_plan(prepare, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.np, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(["abc", "de"])
+    monkeypatch.undo()
+    assert prepare().plan.num_rows == 2
+
+
+@pytest.mark.timeout(60)
+def test_several_at_once_find_one_build(prepare, tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "documents.jsonl", ["abc"] * 20)
+    calls, sources = [], []
+    load = module.load_documents
+    monkeypatch.setattr(module, "load_documents", lambda *args, **kw: (calls.append(len(calls)), load(*args, **kw))[1])
+    threads = [threading.Thread(target=lambda: sources.append(prepare())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({source.fingerprint for source in sources}) == 1 and len(sources) == 4
+    assert len(list((tmp_path / "cache" / "torchtitan_lite").glob("*.plan"))) == 1
+
+
+def test_bad_records_are_an_error_or_counted(prepare, tmp_path, caplog):
+    path = tmp_path / "documents.jsonl"
+    path.write_text('{"text": "abc"}\n{"text": 5}\n{"text": "de"}\n{"tex": "de"}\n{\n{}\n')
+    with pytest.raises(SourceError, match=r"documents\.jsonl: line 2: field 'text' is a number.*and 3 more"):
+        prepare()
+    for _ in range(2):  # the second time from the cache
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            source = prepare(on_bad_record="skip")
+        assert source.bad_records == 4 and source.report().documents == 2
+        assert "documents: 4 bad records left out: " in caplog.text and "line 2: " in caplog.text
+        assert "and 1 more" in caplog.text
+
+
+def test_nothing_left_to_train_on(prepare):
+    with pytest.raises(SourceError, match="no samples, all of its 2 documents are empty"):
+        prepare(["", " "])
+    with pytest.raises(SourceError, match="oversize=drop leaves out all 2 documents"):
+        prepare(["a" * 20, "b" * 30], oversize="drop")
+    with pytest.raises(PackingError):
+        prepare(["a" * 20], oversize="error")
