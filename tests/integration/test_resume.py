@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from runs import TINY, command, environment, kill_tree, train, write_documents
 
-from torchtitan_lite.data.packing import pack
+from torchtitan_lite.data.packing import PackingSettings, pack
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.training.checkpoint import is_complete
 
@@ -23,7 +23,8 @@ def documents(tmp_path_factory):
     tokenizer = load_tokenizer("debug")
 
     lengths = np.array([len(tokenizer.encode(json.loads(line)["text"])) for line in lines])
-    count = next(n for n in range(1, 200) if pack(lengths[:n], 128, 16, 42).num_rows == ROWS)
+    packing = PackingSettings(seq_len=128, max_documents_per_row=16, seed=42)
+    count = next(n for n in range(1, 200) if pack(lengths[:n], packing).num_rows == ROWS)
     path = folder / "documents.jsonl"
     path.write_text("".join(lines[:count]))
     return path
@@ -46,11 +47,11 @@ def straight(settings, tmp_path_factory):
     return train(tmp_path_factory.mktemp("straight"), *settings)
 
 
-def train_until_saved(dump_folder, step, *args):
+def train_until_saved(dump_folder, step, *args, ngpu=1):
     """Start a run and kill it with signal 9 as soon as the checkpoint of ``step`` is complete."""
     process = subprocess.Popen(
         command(f"--job.dump_folder={dump_folder}", *args),
-        env=environment(),
+        env=environment(ngpu),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -82,3 +83,73 @@ def test_straight_run_learns_and_counts(straight):
     # Ten steps are an epoch, so that step 10 is the end of one: both halves see the same rows, in another order.
     assert sum(documents[:10]) == pytest.approx(sum(documents[10:]))
     assert documents[:10] != documents[10:]
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory):
+    """Options of a run over two sources of unlike documents, in several files, for every step of which a checkpoint is
+    kept."""
+    folder = tmp_path_factory.mktemp("sources")
+    for number in range(3):
+        (folder / "long").mkdir(exist_ok=True)
+        write_documents(folder / "long" / f"{number}.jsonl", 30, seed=number)
+    short = [json.dumps({"text": f"short document {number}"}) for number in range(50)]
+    (folder / "short.jsonl").write_text("\n".join(short))
+    mix = f'[{{dataset_path="{folder}/long", weight=3}}, {{dataset_path="{folder}/short.jsonl", weight=1}}]'
+    return (
+        *TINY,
+        f"--data.mix={mix}",
+        "--training.global_batch_size=4",
+        "--training.steps=12",
+        "--checkpoint.enable",
+        "--checkpoint.interval=1",
+        "--checkpoint.keep_latest_k=0",
+    )
+
+
+SAME = ("tokens_seen", "padding_fraction", "documents_per_row", "mask_density", "lr")
+
+
+def test_a_mixture_goes_on_with_other_ranks_and_workers(two_sources, tmp_path):
+    straight = train(tmp_path / "straight", *two_sources, "--training.local_batch_size=4")
+    folder = tmp_path / "killed"
+    train_until_saved(folder, 4, *two_sources, "--training.local_batch_size=2", ngpu=2)
+    train_until_saved(folder, 7, *two_sources, "--training.local_batch_size=2", "--checkpoint.load_step=4")
+    resumed = train(
+        folder,
+        *two_sources,
+        "--training.local_batch_size=1",
+        "--checkpoint.load_step=7",
+        "--data.num_workers=2",
+        ngpu=2,
+    )
+    for name in SAME:
+        assert [m[name] for m in resumed] == [m[name] for m in straight], name
+    for name in ("loss", "grad_norm"):
+        assert [m[name] for m in resumed] == pytest.approx([m[name] for m in straight], rel=1e-5), name
+    assert straight[-1]["shares"] == pytest.approx({"long": 0.75, "short": 0.25}, abs=0.02)
+    assert [m["shares"] for m in resumed] == [m["shares"] for m in straight]
+
+
+def test_a_stream_goes_on_with_other_workers(two_sources, tmp_path):
+    settings = (*two_sources, "--training.local_batch_size=2", "--data.streaming", "--data.streaming_buffer=16")
+    straight = train(tmp_path / "straight", *settings, "--data.num_workers=2", ngpu=2)
+    folder = tmp_path / "killed"
+    train_until_saved(folder, 4, *settings, "--data.num_workers=2", ngpu=2)
+    train_until_saved(folder, 7, *settings, "--data.num_workers=0", "--checkpoint.load_step=4", ngpu=2)
+    resumed = train(folder, *settings, "--data.num_workers=1", "--checkpoint.load_step=7", ngpu=2)
+    for name in (*SAME, "loss", "max_loss", "grad_norm", "shares"):
+        assert [m[name] for m in resumed] == [m[name] for m in straight], name
+    assert straight[-1]["shares"] == pytest.approx({"long": 0.75, "short": 0.25}, abs=0.05)
+    assert np.mean([m["documents_per_row"] for m in straight]) > 2
+
+    refused = subprocess.run(
+        command(f"--job.dump_folder={folder}", *settings, "--training.steps=13"),
+        env=environment(1),
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode != 0
+    assert "dp_degree was 2, is now 1 (a streaming run keeps its number of data-parallel ranks" in refused.stdout + (
+        refused.stderr
+    )

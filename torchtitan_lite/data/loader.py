@@ -133,6 +133,10 @@ class RowLoader:
         """What the plan makes of each source."""
         return [source.report() for source in self.sources]
 
+    def counters(self) -> dict[str, float]:
+        """None: :meth:`reports` has said all ahead."""
+        return {}
+
     def __iter__(self) -> Iterator[Batch]:
         """Starts reading at the rows trained so far. Call it anew after :meth:`load_state_dict`."""
         sampler = self._sampler(start=self.rows_trained)

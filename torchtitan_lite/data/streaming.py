@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -131,6 +132,10 @@ class StreamLoader:
     def counts(self) -> StreamCounts:
         """What became of the records that this rank has read so far, summed over the sources."""
         return sum((stream.packer.counts for stream in self._streams), StreamCounts())
+
+    def counters(self) -> dict[str, float]:
+        """:attr:`counts` under TensorBoard names."""
+        return {f"packing/{name}": value for name, value in asdict(self.counts).items()}
 
     def reports(self) -> list[PackingReport]:
         """None: what packing comes to is not known ahead."""

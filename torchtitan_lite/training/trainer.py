@@ -232,11 +232,15 @@ class Trainer:
                     bar.show(loss=measured.loss, tps=measured.tps)
                     if metrics is not None:
                         metrics.log(measured)
+                        metrics.note(self.loader.counters(), self.step)
                 self._save_if_due()
                 bar.step()
                 profiler.step()
                 collector.step(self.step)
             self.checkpoint.wait()
+        if counters := self.loader.counters():
+            counted = ", ".join(f"{value:,} {name.removeprefix('packing/')}" for name, value in counters.items())
+            logger.info(f"Streamed by this rank: {counted}")
         if shares := self._shares():
             logger.info(f"Tokens by source: {', '.join(f'{name} {share:.2%}' for name, share in shares.items())}")
         logger.info(f"Done: {self.step} steps, {self.tokens_seen:,} tokens")
