@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import datasets
 
-FEATURES = datasets.Features({"text": datasets.Value("large_string"), "problem": datasets.Value("string")})
-"""Columns of loaded documents. Of ``text``, more than 2 GiB can meet in one batch, which plain strings cannot count."""
+FEATURES = datasets.Features({"text": datasets.Value("string"), "problem": datasets.Value("string")})
+"""Columns of loaded documents."""
 
 OnBadRecord = Literal["error", "skip"]
 """What becomes of a bad record: an error, or a document without text that says what is wrong."""
@@ -176,10 +176,10 @@ def kind_of(value: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The message of the error at the bottom: the library's own say no more than that something failed."""
-    while error.__cause__ is not None:
+    """What an error of the data sets library says. Its own, while generating, is no more than that something failed."""
+    while isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
         error = error.__cause__
-    return f"{error}" or type(error).__name__
+    return str(error) or type(error).__name__
 
 
 def listed(names: Iterable[str], limit: int = 20) -> str:

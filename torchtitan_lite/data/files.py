@@ -80,6 +80,13 @@ def load_files(files: Files, text_of: TextOf, *, num_proc: int, cache_dir: str |
         SourceError: the disk or the network fails.
     """
     processes = min(num_proc, len(files.paths))
+    what = {
+        "files": [(path, os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files.paths],
+        "format": files.format,
+        "text_field": text_of.text_field,
+        "template": text_of.template,
+        "version": READER_VERSION,
+    }
     try:
         return datasets.Dataset.from_generator(
             _rows,
@@ -87,16 +94,14 @@ def load_files(files: Files, text_of: TextOf, *, num_proc: int, cache_dir: str |
             cache_dir=cache_dir,
             num_proc=processes if processes > 1 else None,
             writer_batch_size=100,  # a document may well have megabytes
-            gen_kwargs={
-                "files": [(path, os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files.paths],
-                "format": files.format,
-                "text_field": text_of.text_field,
-                "template": text_of.template,
-                "version": READER_VERSION,
-            },
+            gen_kwargs=what,
         )
     except datasets.exceptions.DatasetGenerationError as error:
         raise SourceError(reason(error)) from error
+    except ValueError:  # as the library ends where there is no row at all
+        if next(_rows(**what), None) is not None:
+            raise
+        return datasets.Dataset.from_dict({name: [] for name in FEATURES}, features=FEATURES)
 
 
 @dataclass(frozen=True)

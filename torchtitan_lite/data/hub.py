@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import datasets
@@ -145,7 +145,7 @@ def _builder(source: Source, cache_dir: str | None) -> datasets.DatasetBuilder:
                 f"{source.dataset}: no subset {source.subset!r} (data.subset); there are {listed(subsets)}."
             ) from error
         raise SourceError(f"{source.dataset}: {reason(error)}") from error
-    splits = [str(split) for split in builder.config.data_files or builder.info.splits or ()]
+    splits = [str(split) for split in _data_files(builder) or builder.info.splits or ()]
     for split in re.split(r"\+", re.sub(r"\[[^]]*\]?|\([^)]*\)?", "", source.split)):
         if splits and split.strip() not in (*splits, "all"):
             raise SourceError(f"{source.dataset}: no split {split.strip()!r} (data.split); there are {listed(splits)}.")
@@ -190,18 +190,18 @@ def _documents(
 def _identity(source: Source, builder: datasets.DatasetBuilder) -> str:
     """Of what is read: for the hub the files with their commit, for a folder the files in it with their sizes."""
     folder = os.path.expanduser(source.dataset)
-    files = [
-        str(file)
-        for split, files in (builder.config.data_files or {}).items()
-        if split == source.split
-        for file in files
-    ]
+    files = next((files for split, files in _data_files(builder).items() if split == source.split), [])
     if os.path.isdir(folder):
-        where: list[object] = [(os.path.relpath(file, folder), os.path.getsize(file)) for file in files]
+        read: list[object] = [(os.path.relpath(file, folder), os.path.getsize(file)) for file in files]
     else:
-        where = [source.dataset, source.revision, files]
-    what = [READER_VERSION, where, builder.config.name, source.split, source.text_field, source.template]
+        read = [source.dataset, list(files) or source.revision]
+    what = [READER_VERSION, read, builder.config.name, source.split, source.text_field, source.template]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def _data_files(builder: datasets.DatasetBuilder) -> Mapping[str, list[str]]:
+    """Files of each split, unless it is not known before they are downloaded."""
+    return builder.config.data_files or {}
 
 
 def _where(source: Source) -> str:

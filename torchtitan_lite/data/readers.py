@@ -48,24 +48,28 @@ def read_records(format: str, path: str, columns: Sequence[str], start: int = 0)
         SourceError: the file needs something that is not installed.
     """
     if format != "text" and os.path.getsize(path) == 0:
-        records: Iterator[Record] = iter([Record("", None, "the file is empty")])
-    elif format == "parquet":
+        return iter([Record("", None, "the file is empty")][start:])
+    if format == "parquet":
         return _parquet(path, columns, start)
-    elif format == "arrow":
-        records = _arrow(path, columns)
-    else:
-        records = _json(path) if format == "json" else _text(path)
-    return itertools.islice(records, start, None)
+    if format == "arrow":
+        return _arrow(path, columns, start)
+    if format == "json":
+        return _json(path, start)
+    return itertools.islice(_text(path), start, None)
 
 
 def table_records(
     table: pyarrow.Table | pyarrow.RecordBatch, columns: Sequence[str], first_row: int, names: Sequence[str]
 ) -> list[Record]:
     """The rows of a table as records, numbered from ``first_row`` on, of a file that has the fields ``names``."""
-    values = {name: _values(table.column(name)) for name in columns if table.schema.get_field_index(name) >= 0}
+    rows = range(first_row, first_row + table.num_rows)
+    try:
+        values = {name: _values(table.column(name)) for name in columns if table.schema.get_field_index(name) >= 0}
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        return [Record(f"row {row}", None, f"damaged: {error}") for row in rows]
     return [
-        Record(f"row {first_row + index}", {name: column[index] for name, column in values.items()}, names=names)
-        for index in range(table.num_rows)
+        Record(f"row {row}", {name: column[index] for name, column in values.items()}, names=names)
+        for index, row in enumerate(rows)
     ]
 
 
@@ -86,10 +90,13 @@ def _text(path: str) -> Iterator[Record]:
         yield Record("", None, problem)
 
 
-def _json(path: str) -> Iterator[Record]:
-    records = _json_array if _holds_array(path) else _json_lines
+def _json(path: str, start: int) -> Iterator[Record]:
+    array = _holds_array(path)
     with _open(path) as file:
-        yield from records(file)
+        if array:
+            yield from itertools.islice(_json_array(file), start, None)
+        else:
+            yield from _json_lines(file, start)
 
 
 def _holds_array(path: str) -> bool:
@@ -102,24 +109,27 @@ def _holds_array(path: str) -> bool:
             return False
 
 
-def _json_lines(file: BinaryIO) -> Iterator[Record]:
-    number, empty = 0, True
+def _json_lines(file: BinaryIO, start: int) -> Iterator[Record]:
+    number, records, last = 0, 0, None
     lines = enumerate(file, 1)
-    while True:
+    while last is None:
         try:
-            number, line = next(lines, (number, None))
+            number, line = next(lines)
+        except StopIteration:
+            if records:
+                return
+            last = Record("", None, "the file is empty")
         except _DAMAGE as error:
-            yield Record(f"after line {number}", None, _damage(error))
-            return
-        if line is None:
-            break
-        if number == 1:
-            line = line.removeprefix(_BOM)
-        if line and not line.isspace():
-            empty = False
-            yield _json_record(f"line {number}", line)
-    if empty:
-        yield Record("", None, "the file is empty")
+            last = Record(f"after line {number}", None, _damage(error))
+        else:
+            if number == 1:
+                line = line.removeprefix(_BOM)
+            if line and not line.isspace():
+                if records >= start:
+                    yield _json_record(f"line {number}", line.rstrip(b"\r\n"))
+                records += 1
+    if records >= start:
+        yield last
 
 
 def _json_record(where: str, line: bytes) -> Record:
@@ -139,7 +149,7 @@ def _json_array(file: BinaryIO) -> Iterator[Record]:
     text, undecodable = _decoded(raw)
     del raw
     number, end = 1, "["
-    position = _SPACE.match(text, text.index("[") + 1).end()
+    position = _SPACE.match(text, text.find("[") + 1).end()
     try:
         if text.startswith("]", position):
             end, position = "]", position + 1
@@ -167,6 +177,9 @@ def _object(where: str, value: Any) -> Record:
 def _parquet(path: str, columns: Sequence[str], start: int) -> Iterator[Record]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
+        groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        if sum(groups) != file.metadata.num_rows or min(groups, default=0) < 0:
+            raise pyarrow.ArrowInvalid("its footer contradicts itself")
     except _TABLE_DAMAGE as error:
         yield from [Record("", None, _damage(error))][start:]
         return
@@ -174,33 +187,36 @@ def _parquet(path: str, columns: Sequence[str], start: int) -> Iterator[Record]:
         names = file.schema_arrow.names
         wanted = [name for name in columns if name in names]
         end = 0
-        for group in range(file.num_row_groups):
-            row, end = end, end + file.metadata.row_group(group).num_rows
+        for group, rows in enumerate(groups):
+            row, end = end, end + rows
             if end <= start:
                 continue
+            problem = "truncated or damaged: the file has fewer rows than its footer says"
             try:
                 # Loader workers are forked, and threads do not survive that.
                 for batch in file.iter_batches(_ROWS_AT_A_TIME, [group], wanted, use_threads=False):
                     if row + batch.num_rows > start:
-                        yield from table_records(batch, columns, row + 1, names)[max(start - row, 0) :]
+                        yield from table_records(batch, columns, row + 1, names)[max(start - row, 0) : end - row]
                     row += batch.num_rows
             except _TABLE_DAMAGE as error:
                 problem = _damage(error)
-                for lost in range(max(row, start), end):  # each row, so that those after the group keep their numbers
-                    yield Record(f"row {lost + 1}", None, problem)
+            for lost in range(max(row, start), end):  # each row, so that those after the group keep their numbers
+                yield Record(f"row {lost + 1}", None, problem)
 
 
-def _arrow(path: str, columns: Sequence[str]) -> Iterator[Record]:
+def _arrow(path: str, columns: Sequence[str], start: int) -> Iterator[Record]:
     row = 0
     try:
         with pyarrow.memory_map(path) as file:
             for batch in _arrow_batches(file):
                 for first in range(0, batch.num_rows, _ROWS_AT_A_TIME):
                     part = batch.slice(first, _ROWS_AT_A_TIME)
-                    yield from table_records(part, columns, row + 1, part.schema.names)
+                    if row + part.num_rows > start:
+                        yield from table_records(part, columns, row + 1, part.schema.names)[max(start - row, 0) :]
                     row += part.num_rows
     except _TABLE_DAMAGE as error:
-        yield Record(f"after row {row}", None, _damage(error))
+        if row >= start:
+            yield Record(f"after row {row}", None, _damage(error))
 
 
 def _arrow_batches(file: pyarrow.MemoryMappedFile) -> Iterator[pyarrow.RecordBatch]:
@@ -257,7 +273,7 @@ def _read_all(file: BinaryIO) -> tuple[bytes, str | None]:
     """A file's bytes up to the damage in it, if there is any, and what that is."""
     parts = []
     try:
-        while part := file.read1(1 << 20):
+        while part := file.read1():  # small parts: what was read of the one that fails is lost
             parts.append(part)
     except _DAMAGE as error:
         return b"".join(parts), _damage(error)
