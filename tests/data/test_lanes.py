@@ -66,6 +66,9 @@ def test_what_does_not_divide_evenly_goes_round():
     lanes = [epochs_of(lane_of(numbered(*[3] * 2), consumer, 4), 2) for consumer in range(4)]
     assert sorted(len(lane[0]) for lane in lanes) == [1, 1, 2, 2]
     assert all(len(lane[0]) + len(lane[1]) == 3 for lane in lanes)
+    # With 3 shards, one of the groups has two, and what one lane gets more of the first it gets less of the second.
+    lanes = [epochs_of(lane_of(numbered(*[3] * 3), consumer, 4), 1) for consumer in range(4)]
+    assert sorted(len(lane[0]) for lane in lanes) == [1, 2, 3, 3]
 
 
 def test_order_by_hand():
@@ -121,9 +124,12 @@ def test_an_empty_epoch_returns():
 
 
 @pytest.fixture
-def feed_of(character_folder):
-    tokenizer = load_tokenizer(str(character_folder))
+def tokenizer(character_folder):
+    return load_tokenizer(str(character_folder))
 
+
+@pytest.fixture
+def feed_of(tokenizer):
     def make(sources, *, lanes, workers, epochs=0, positions=None, turns=None, prefetch_factor=2):
         reader = ChunkReader(
             [
@@ -148,15 +154,28 @@ def plain(chunk):
     return (chunk.lane, chunk.position, chunk.tokens.tolist(), chunk.lengths.tolist(), chunk.places, chunk.problems)
 
 
-def test_a_chunk_by_hand(feed_of, character_folder):
+def test_a_chunk_by_hand(feed_of, tokenizer):
     chunk = feed_of([ToyShards([["ab", None, " \n\t", "", "é"], []])], lanes=1, workers=0).take(0, 0)
-    tokenizer = load_tokenizer(str(character_folder))
     assert chunk.lengths.tolist() == [4, 0, 0, 4] and chunk.lengths.dtype == np.int64  # é is two bytes
     assert chunk.tokens.tolist() == [*tokenizer.encode("ab"), *tokenizer.encode("é")]
     assert chunk.tokens.dtype == np.int32
     assert chunk.places == [(0, 0), (0, 2), (0, 3), (0, 4)]
     assert chunk.problems == ["shard 0, record 1 is bad"]
     assert (chunk.lane, chunk.position, chunk.error) == (0, Position(1), None)
+
+
+def test_a_reader_takes_its_lanes_in_turn_until_they_end(tokenizer):
+    # Of 3 lanes, lane 0 has ended already; lane 1 has one more epoch of 64 + 6 records, lane 2 has 10 and two epochs.
+    lanes = [
+        lane_of(numbered(5), epochs=2, position=Position(2)),
+        lane_of(numbered(70), epochs=2, position=Position(1)),
+        lane_of(numbered(10), epochs=2),
+    ]
+    reader = ChunkReader([lanes, [lane_of(numbered(1), epochs=1)]], [2, 0], tokenizer)
+    chunks = [reader[0] for _ in range(4)]
+    assert [(chunk.lane, len(chunk.lengths)) for chunk in chunks] == [(2, 10), (1, 64), (2, 10), (1, 6)]
+    assert reader[0] is None and reader[0] is None
+    assert len(reader[1].lengths) == 1 and reader[1] is None
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
