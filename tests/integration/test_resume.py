@@ -114,21 +114,12 @@ def test_a_mixture_goes_on_with_other_ranks_and_workers(two_sources, tmp_path):
     straight = train(tmp_path / "straight", *two_sources, "--training.local_batch_size=4")
     folder = tmp_path / "killed"
     train_until_saved(folder, 4, *two_sources, "--training.local_batch_size=2", ngpu=2)
-    train_until_saved(folder, 7, *two_sources, "--training.local_batch_size=2", "--checkpoint.load_step=4")
-    resumed = train(
-        folder,
-        *two_sources,
-        "--training.local_batch_size=1",
-        "--checkpoint.load_step=7",
-        "--data.num_workers=2",
-        ngpu=2,
-    )
-    for name in SAME:
+    resumed = train(folder, *two_sources, "--checkpoint.load_step=4", "--data.num_workers=2")
+    for name in (*SAME, "shares"):
         assert [m[name] for m in resumed] == [m[name] for m in straight], name
     for name in ("loss", "grad_norm"):
         assert [m[name] for m in resumed] == pytest.approx([m[name] for m in straight], rel=1e-5), name
     assert straight[-1]["shares"] == pytest.approx({"long": 0.75, "short": 0.25}, abs=0.02)
-    assert [m["shares"] for m in resumed] == [m["shares"] for m in straight]
 
 
 def test_a_stream_goes_on_with_other_workers(two_sources, tmp_path):
@@ -136,20 +127,8 @@ def test_a_stream_goes_on_with_other_workers(two_sources, tmp_path):
     straight = train(tmp_path / "straight", *settings, "--data.num_workers=2", ngpu=2)
     folder = tmp_path / "killed"
     train_until_saved(folder, 4, *settings, "--data.num_workers=2", ngpu=2)
-    train_until_saved(folder, 7, *settings, "--data.num_workers=0", "--checkpoint.load_step=4", ngpu=2)
-    resumed = train(folder, *settings, "--data.num_workers=1", "--checkpoint.load_step=7", ngpu=2)
+    resumed = train(folder, *settings, "--data.num_workers=0", "--checkpoint.load_step=4", ngpu=2)
     for name in (*SAME, "loss", "max_loss", "grad_norm", "shares"):
         assert [m[name] for m in resumed] == [m[name] for m in straight], name
     assert straight[-1]["shares"] == pytest.approx({"long": 0.75, "short": 0.25}, abs=0.05)
     assert np.mean([m["documents_per_row"] for m in straight]) > 2
-
-    refused = subprocess.run(
-        command(f"--job.dump_folder={folder}", *settings, "--training.steps=13"),
-        env=environment(1),
-        capture_output=True,
-        text=True,
-    )
-    assert refused.returncode != 0
-    assert "dp_degree was 2, is now 1 (a streaming run keeps its number of data-parallel ranks" in refused.stdout + (
-        refused.stderr
-    )
