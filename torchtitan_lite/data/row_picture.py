@@ -98,6 +98,7 @@ def _draw_positions(axes: Axes, row: Row) -> None:
             axes.fill_between(where, row.positions[start:end], color=_colour(document), alpha=0.25, lw=0)
             axes.plot(where, row.positions[start:end], color=_colour(document), lw=1.6)
     axes.set_ylim(0, row.positions.max() * 1.1 + 1)
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("positions", rotation=0, ha="right", va="center")
 
 
@@ -153,6 +154,7 @@ def _draw_lengths(axes: Axes, report: PackingReport) -> None:
     axes.bar_label(bars, [f"{count:,}" for count in counts], fontsize=8, color=FAINT)
     axes.set_xticks(range(len(firsts)), [f"{first:,}+" for first in firsts], fontsize=8)
     axes.set_yticks([])
+    axes.set_xlim(-0.6, max(len(firsts), 6) - 0.4)  # a few bars are not to be as wide as the picture
     axes.margins(y=0.2)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_ylabel("documents", rotation=0, ha="right", va="center")
