@@ -61,7 +61,7 @@ def tokenize_documents(
         progress_on_terminal(),
         tokenizer_threads(num_proc == 1),
     ):
-        if not file.exists():
+        if not any(folder.glob(f"{fingerprint}*.arrow")):  # one file a process that made it
             logger.info(f"Tokenising {len(documents):,} documents, once; the tokens are kept in {folder}")
         return documents.map(
             _tokenize_batch,
