@@ -163,6 +163,18 @@ def test_workers_come_and_go(loader_of):
     assert batches == expected
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_processes_are_a_divisor_of_the_lanes(loader_of, caplog):
+    """Else some would be asked more often than their chunks are taken."""
+    loader = loader_of(numbered(900), num_workers=4)
+    steps(loader, 1)
+    caplog.set_level(logging.INFO)
+    for num_workers, used in ((3, 2), (8, 4)):
+        loader = passed_on(loader, lambda num_workers=num_workers: loader_of(numbered(900), num_workers=num_workers))
+        iter(loader)
+        assert f"Streaming in {used} of {num_workers} loader processes: the run was started with 4" in caplog.text
+
+
 def test_a_run_without_workers_has_one_lane_for_ever(loader_of):
     expected = steps(loader_of(words(50, 50)), 20)
     loader = loader_of(words(50, 50))
@@ -188,7 +200,7 @@ def test_resume_keeps_counts_and_shares(loader_of):
 
 
 @pytest.mark.parametrize("sizes", [[40], [3] * 14, [30, 1, 20], [10] * 4])
-@pytest.mark.parametrize(("dp_degree", "num_workers"), [(1, 0), (1, 2), (2, 0), (3, 1)])
+@pytest.mark.parametrize(("dp_degree", "num_workers"), [(1, 0), (1, 2), (2, 2), (3, 0)])
 def test_ranks_and_workers_share_out_an_epoch(loader_of, alarm, sizes, dp_degree, num_workers):
     shards = numbered(*sizes)
     read = Counter()
@@ -206,6 +218,22 @@ def test_ranks_draw_different_lots(loader_of):
     shards = ToyShards([["a" * n for n in (3, 5, 6, 9)]] * 2)
     ranks = [loader_of(shards, dp_rank=rank, dp_degree=2) for rank in range(2)]
     assert steps(ranks[0], 20) != steps(ranks[1], 20)
+
+
+def test_sources_draw_different_lots_and_orders(loader_of):
+    one_shard, many = ToyShards([["a" * n for n in (3, 5, 6, 9)]]), numbered(*[1] * 8)
+    for shards, packing in ((one_shard, "best_fit"), (many, "none")):
+        loader = loader_of(shards, shards, packing=packing)
+        rows = [[], []]
+        reader = iter(loader)
+        for _ in range(40):
+            before = [stream.packer.rows for stream in loader._streams]
+            batch = next(reader)
+            for number, stream in enumerate(loader._streams):
+                if stream.packer.rows > before[number]:
+                    rows[number].append(contents(batch))
+        least = min(map(len, rows))
+        assert least > 10 and rows[0][:least] != rows[1][:least]
 
 
 def test_packing_is_never_ahead_of_training(loader_of):
@@ -454,6 +482,10 @@ def test_a_position_of_another_rank_or_step_is_refused(loader_of):
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(ResumeError, match="rows_trained was 4, is now 6"):
         loader.load_rank_state(own)
+    another_run = loader_of(numbered(50, 50), dp_degree=2, training={"seed": 1})
+    steps(another_run, 3)
+    with pytest.raises(ResumeError, match="seed was 1, is now 42"):
+        loader.load_rank_state(another_run.rank_state())
     for damaged in (own[:-300], b"", b"nonsense", own[:200] + bytes([own[200] ^ 1]) + own[201:]):
         with pytest.raises(ResumeError, match="is damaged"):
             loader.load_rank_state(damaged)
