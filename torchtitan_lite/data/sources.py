@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from typing import Protocol
@@ -68,7 +67,6 @@ def load_documents(
         SourceError: no such data set or file, one that cannot be read, a bad record with ``on_bad_record="error"``, or
             no document at all.
     """
-    cache_dir = None if cache_dir is None else os.path.expanduser(cache_dir)
     kind = kind_of(source)
     with progress_on_terminal():
         if kind == "registered":
