@@ -320,16 +320,16 @@ def test_a_finite_source_drops_out(loader_of, alarm):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_end_of_all_data(loader_of, alarm, num_workers):
-    loader = loader_of(
-        numbered(7), numbered(4), epochs=3, packing="none", num_workers=num_workers, training={"local_batch_size": 3}
-    )
+    training = {"local_batch_size": 2}
+    loader = loader_of(numbered(7), numbered(4), epochs=3, packing="none", num_workers=num_workers, training=training)
     reader = iter(loader)
-    for _ in range(11):
+    for _ in range(16):
         next(reader)
-    with pytest.raises(
-        SourceError, match=r"after 33 rows of rank 0: .*Fewer training.steps, more epochs, or .*without"
-    ):
+        loader.mark_trained(2)
+    with pytest.raises(SourceError, match=r"after 33 rows of rank 0: .*Fewer training.steps, more epochs, or a source"):
         next(reader)
+    with pytest.raises(RuntimeError, match="2 rows were handed out"):  # the last row is of no step
+        loader.state_dict()
 
 
 # -- records that are no documents -------------------------------------------------------------------------------------
