@@ -1,6 +1,5 @@
 import json
 import logging
-import signal
 from collections import Counter
 from itertools import islice
 
@@ -21,14 +20,8 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 STRATEGIES = ["best_fit", "greedy", "split", "none"]
 
 
-@pytest.fixture
-def alarm():
-    """Stops a test that spins."""
-    previous = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("still busy after 10 s"))
-    signal.alarm(10)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, previous)
+ends = pytest.mark.timeout(30)
+"""For tests of what might spin for ever."""
 
 
 @pytest.fixture
@@ -201,7 +194,8 @@ def test_resume_keeps_counts_and_shares(loader_of):
 
 @pytest.mark.parametrize("sizes", [[40], [3] * 14, [30, 1, 20], [10] * 4])
 @pytest.mark.parametrize(("dp_degree", "num_workers"), [(1, 0), (1, 2), (2, 2), (3, 0)])
-def test_ranks_and_workers_share_out_an_epoch(loader_of, alarm, sizes, dp_degree, num_workers):
+@ends
+def test_ranks_and_workers_share_out_an_epoch(loader_of, sizes, dp_degree, num_workers):
     shards = numbered(*sizes)
     read = Counter()
     for rank in range(dp_degree):
@@ -308,7 +302,8 @@ def test_rows_follow_the_rule_of_fewest_tokens(loader_of):
         assert sum(given[-1]) == given[-1][due]
 
 
-def test_a_finite_source_drops_out(loader_of, alarm):
+@ends
+def test_a_finite_source_drops_out(loader_of):
     sources = [numbered(10), ToyShards([["abc", "de"]])]
     loader = loader_of(*sources, weights=[1.0, 1.0], packing="none")
     object.__setattr__(loader._sources[0], "epochs", 2)
@@ -319,7 +314,8 @@ def test_a_finite_source_drops_out(loader_of, alarm):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_end_of_all_data(loader_of, alarm, num_workers):
+@ends
+def test_the_end_of_all_data(loader_of, num_workers):
     training = {"local_batch_size": 2}
     loader = loader_of(numbered(7), numbered(4), epochs=3, packing="none", num_workers=num_workers, training=training)
     reader = iter(loader)
@@ -350,12 +346,14 @@ def test_the_end_of_all_data(loader_of, alarm, num_workers):
         (ToyShards([]), {}, r"toy0: no samples, it has no shards"),
     ],
 )
-def test_a_source_without_documents_ends_at_once(loader_of, alarm, shards, settings, message, num_workers):
+@ends
+def test_a_source_without_documents_ends_at_once(loader_of, shards, settings, message, num_workers):
     with pytest.raises(SourceError, match=message):
         next(iter(loader_of(shards, num_workers=num_workers, **settings)))
 
 
-def test_fewer_records_than_ranks(loader_of, alarm):
+@ends
+def test_fewer_records_than_ranks(loader_of):
     ranks = [loader_of(numbered(3), dp_rank=rank, dp_degree=8) for rank in range(8)]
     failed = []
     for rank, loader in enumerate(ranks):
@@ -367,7 +365,8 @@ def test_fewer_records_than_ranks(loader_of, alarm):
     assert len(failed) == 5
 
 
-def test_a_rank_outlives_an_epoch_without_documents(loader_of, alarm):
+@ends
+def test_a_rank_outlives_an_epoch_without_documents(loader_of):
     """Of two shards one is empty; dealt out anew each epoch, a rank has now this one, now that."""
     shards = ToyShards([["a", "b"], ["", ""]])
     alive = 0
@@ -381,7 +380,8 @@ def test_a_rank_outlives_an_epoch_without_documents(loader_of, alarm):
     assert alive == 1
 
 
-def test_a_source_that_dries_up_is_noticed(loader_of, alarm):
+@ends
+def test_a_source_that_dries_up_is_noticed(loader_of):
     texts = [["abc", "def"]]
     loader = loader_of(ToyShards(texts), packing="none")
     reader = iter(loader)
@@ -519,7 +519,8 @@ def test_the_position_is_told_behind_a_step_only(loader_of):
 # -- from a configuration ----------------------------------------------------------------------------------------------
 
 
-def test_files_as_configured(make_config, tmp_path, character_folder, alarm):
+@ends
+def test_files_as_configured(make_config, tmp_path, character_folder):
     """Two sources of files, with a bad record, over two ranks: everything once."""
     folder = tmp_path / "texts"
     folder.mkdir()
