@@ -404,6 +404,7 @@ def test_bad_records_are_logged_and_counted(loader_of, caplog):
         "toy0: 10 bad records left out so far",
     ]
     assert loader.counts == StreamCounts(documents=10, empty=1, skipped=20)
+    assert loader.counters()["packing/skipped"] == 20
 
 
 def test_a_document_too_long_is_named(loader_of):
