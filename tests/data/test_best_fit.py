@@ -13,10 +13,11 @@ def as_lists(rows):
 
 @st.composite
 def cases(draw):
-    seq_len = draw(st.integers(1, 64))
-    longest = draw(st.integers(1, seq_len))
-    lengths = draw(st.lists(st.integers(1, longest), max_size=50))
-    return lengths, seq_len, draw(st.integers(1, 12))
+    """Documents of any length, and ones so short that a row of them alone is closed by the cap."""
+    seq_len, cap = draw(st.integers(1, 64)), draw(st.integers(1, 12))
+    any_length, short = st.integers(1, seq_len), st.integers(1, max(1, seq_len // cap))
+    lengths = draw(st.lists(any_length, max_size=25)) + draw(st.lists(short, max_size=40))
+    return draw(st.permutations(lengths)), seq_len, cap
 
 
 @given(cases())

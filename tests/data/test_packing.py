@@ -77,6 +77,11 @@ def test_documents_of_badly_filled_rows_go_on_to_the_next_window():
         assert tokens.tolist() == [6] * 101  # none ever fits; they must come out all the same
 
 
+def test_full_rows_do_not_go_on_to_the_next_window():
+    rows = rows_of(plan_of([6, 4, 4, 6], 10, window=2))
+    assert sorted(sorted(document for document, *_ in row) for row in rows) == [[0, 1], [2, 3]]
+
+
 @pytest.mark.parametrize(("seq_len", "cap"), [(2048, 64), (8192, 256)])
 @pytest.mark.parametrize("window", [1000, 100_000])
 def test_best_fit_takes_hardly_a_row_more_than_needed(seq_len, cap, window):

@@ -106,10 +106,11 @@ def test_lines_hold_every_number_and_stay_narrow():
     assert all(len(line) <= 100 and line.isascii() and line == line.rstrip() for line in lines)
 
 
-def test_lines_stay_narrow_for_huge_sets():
+def test_huge_documents():
     lengths = np.repeat([2**31 - 1, 7], [1, 3])
     plan = pack(lengths, PackingSettings(2**31 - 1, 4, 0))
     report = packing_report(plan, lengths, "x" * 300)
+    assert report.attended_pairs == (2**31 - 1) * 2**30 + 3 * 28
     assert all(len(line) <= 100 for line in report.lines())
 
 
