@@ -347,3 +347,9 @@ def test_sources_that_all_end_too_early_are_refused_ahead(tmp_path, make_config,
     config.training.steps = 3
     loader = build_loader(config, tokenizer, dp_rank=0, dp_degree=1, device_type="cpu")
     assert len(rows(islice(iter(loader), 9))) == 9
+
+
+def test_the_position_of_a_stream_is_refused(loader_of):
+    state = {**loader_of().state_dict(), "lanes": 1}
+    with pytest.raises(ResumeError, match="data.streaming=true continues it"):
+        loader_of().load_state_dict(state)

@@ -166,6 +166,10 @@ class RowLoader:
         Raises:
             ResumeError: the data, tokenizer, packing or global batch size differ; says which.
         """
+        if "lanes" in state:
+            raise ResumeError(
+                "The data position of the checkpoint is that of a stream; data.streaming=true continues it."
+            )
         size = state["global_batch_size"]
         changes = differences(
             {**state["fingerprint"], "global_batch_size": size},
