@@ -351,5 +351,5 @@ def test_sources_that_all_end_too_early_are_refused_ahead(tmp_path, make_config,
 
 def test_the_position_of_a_stream_is_refused(loader_of):
     state = {**loader_of().state_dict(), "lanes": 1}
-    with pytest.raises(ResumeError, match="data.streaming=true continues it"):
+    with pytest.raises(ResumeError, match=r"data\.streaming=true continues it"):
         loader_of().load_state_dict(state)
