@@ -5,11 +5,23 @@ import sys
 import torch.distributed as dist
 
 from torchtitan_lite.config.load import ConfigError, load_config
-from torchtitan_lite.data.loader import ResumeError
-from torchtitan_lite.data.sources import SourceError
+from torchtitan_lite.data.packing.plan import PackingError
+from torchtitan_lite.data.resume import ResumeError
+from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.observability.logging import init_logger
 from torchtitan_lite.training.checkpoint import CheckpointError
 from torchtitan_lite.training.trainer import Trainer
+
+# What the user can mend; the message says it all.
+_FOR_THE_USER = (
+    ConfigError,
+    SourceError,
+    PackingError,
+    ResumeError,
+    CheckpointError,
+    FloatingPointError,
+    TimeoutError,
+)
 
 
 def main() -> None:
@@ -17,8 +29,8 @@ def main() -> None:
         config = load_config()
         init_logger()
         Trainer(config).train()
-    except (ConfigError, SourceError, ResumeError, CheckpointError, FloatingPointError) as error:
-        sys.exit(str(error))  # the user's to mend: the message says it all
+    except _FOR_THE_USER as error:
+        sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("Interrupted.")
     dist.destroy_process_group()

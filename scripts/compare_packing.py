@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.packing import OVERSIZE_RULES, STRATEGIES, PackingSettings, pack, packing_settings
-from torchtitan_lite.data.report import PackingReport, packing_report
+from torchtitan_lite.data.packing.plan import OVERSIZE_RULES, STRATEGIES, PackingSettings, pack, packing_settings
+from torchtitan_lite.data.packing.report import PackingReport, packing_report
 
 COLUMNS = ("seq_len", "documents", "packing", "padding", "cut", "documents per row", "mask density", "seconds")
 

@@ -26,14 +26,14 @@ import numpy as np
 
 from torchtitan_lite.attention.backends import masks_documents
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.command_line import argument_parser, read_command_line, run_script
-from torchtitan_lite.data.inspection import Row, counted, legend, plan_of, row_lines, show_value, token_table
+from torchtitan_lite.data.inspection.command_line import argument_parser, read_command_line, run_script
+from torchtitan_lite.data.inspection.rows import Row, counted, legend, plan_of, row_lines, show_value, token_table
 from torchtitan_lite.data.loader import RowLoader, build_loader
-from torchtitan_lite.data.packing import PackingError
+from torchtitan_lite.data.packing.plan import PackingError
+from torchtitan_lite.data.packing.report import PackingReport, packing_report
 from torchtitan_lite.data.prepared import PreparedSource
-from torchtitan_lite.data.report import PackingReport, packing_report
-from torchtitan_lite.data.sources import SourceError
-from torchtitan_lite.data.streaming import build_stream_loader
+from torchtitan_lite.data.sources.document import SourceError
+from torchtitan_lite.data.streaming.stream_loader import build_stream_loader
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.models.llama3.flavors import split_flavor
 
@@ -115,7 +115,7 @@ def check_options(options: argparse.Namespace) -> None:
         return
     if importlib.util.find_spec("matplotlib") is None:
         sys.exit("--save draws with matplotlib, which is not installed: pip install matplotlib, or the `plot` extra.")
-    from torchtitan_lite.data.row_picture import suffixes
+    from torchtitan_lite.data.inspection.picture import suffixes
 
     if options.save.suffix.lower() not in suffixes():
         sys.exit(f"--save {options.save}: the suffix names no format of a picture; there are {', '.join(suffixes())}.")
@@ -212,7 +212,7 @@ def streamed_rows(config: Config, tokenizer: Tokenizer, first: int | None, count
 
 def save(path: Path, found: Inspection, tokenizer: Tokenizer, ignoring: str | None) -> None:
     """Draws the first row. ``ignoring``: the run's attention, if the mask drawn is not its."""
-    from torchtitan_lite.data.row_picture import draw_row, save_figure
+    from torchtitan_lite.data.inspection.picture import draw_row, save_figure
 
     row = found.rows[0]
     documents = sum(span.document >= 0 for span in row.spans)

@@ -24,10 +24,10 @@ import tomli
 
 from torchtitan_lite.config.load import ConfigError
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.command_line import argument_parser, read_command_line, run_script
+from torchtitan_lite.data.inspection.command_line import argument_parser, read_command_line, run_script
 from torchtitan_lite.data.prepared import PreparedSource, prepare_sources
-from torchtitan_lite.data.resolve import kind_of
-from torchtitan_lite.data.sources import load_documents
+from torchtitan_lite.data.sources.reading import load_documents
+from torchtitan_lite.data.sources.resolve import kind_of
 from torchtitan_lite.data.tokenized import cache_folder
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.observability.progress import eta_text

@@ -1,6 +1,6 @@
 """Each packing strategy's rule in its plainest form, row by row and piece by piece."""
 
-from torchtitan_lite.data.packing import permutation
+from torchtitan_lite.data.packing.plan import permutation
 
 
 def naive_rows(lengths, packing):

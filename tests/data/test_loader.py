@@ -9,10 +9,10 @@ from toy_data import EOS, write_jsonl
 from torchtitan_lite.config.schema import MixtureSource
 from torchtitan_lite.data.collator import Batch
 from torchtitan_lite.data.loader import RankSampler, RowLoader, build_loader
+from torchtitan_lite.data.packing.row_order import RowOrder
 from torchtitan_lite.data.prepared import prepare_sources
 from torchtitan_lite.data.resume import ResumeError
-from torchtitan_lite.data.row_order import RowOrder
-from torchtitan_lite.data.sources import SourceError
+from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 TEXTS = [chr(ord("a") + i % 26) * (1 + i * 7 % 11) for i in range(13)]

@@ -7,9 +7,9 @@ import pytest
 from toy_data import BOS, EOS, write_jsonl
 
 from torchtitan_lite.data import prepared as module
-from torchtitan_lite.data.packing import PackingError
+from torchtitan_lite.data.packing.plan import PackingError
 from torchtitan_lite.data.prepared import prepare_sources
-from torchtitan_lite.data.sources import SourceError
+from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 

@@ -18,7 +18,7 @@ def compress_zstd(raw: bytes) -> bytes:
 
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.compress,
+    ".gz": lambda content: gzip.compress(content, mtime=0),
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
     ".zst": compress_zstd,

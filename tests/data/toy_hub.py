@@ -130,7 +130,8 @@ def main(home: str, settings: list[dict]) -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": home}
-    from torchtitan_lite.data.sources import Source, SourceError, load_documents, open_shards
+    from torchtitan_lite.data.sources.document import Source, SourceError
+    from torchtitan_lite.data.sources.reading import load_documents, open_shards
 
     def loaded(source):
         return load_documents(source, on_bad_record="error", num_proc=1, cache_dir=None)["text"][:]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchtitan_lite.data.document import Document
+from torchtitan_lite.data.sources.document import Document
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from runs import TINY, command, environment, kill_tree, train, write_documents
 
-from torchtitan_lite.data.packing import PackingSettings, pack
+from torchtitan_lite.data.packing.plan import PackingSettings, pack
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.training.checkpoint import is_complete
 

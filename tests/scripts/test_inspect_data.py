@@ -14,8 +14,8 @@ from data.toy_data import save_character_tokenizer, write_jsonl
 import scripts.inspect_data as inspect_data
 from torchtitan_lite.config.load import load_config
 from torchtitan_lite.data.loader import build_loader
-from torchtitan_lite.data.sources import SourceError
-from torchtitan_lite.data.streaming import build_stream_loader
+from torchtitan_lite.data.sources.document import SourceError
+from torchtitan_lite.data.streaming.stream_loader import build_stream_loader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 SCRIPT = Path(inspect_data.__file__)
@@ -201,7 +201,7 @@ def test_the_picture(inspect, tmp_path, monkeypatch):
 def test_plain_attention_is_said_to_ignore_the_mask(inspect, tmp_path, monkeypatch, flavor, ignoring):
     titles = []
     monkeypatch.setattr(
-        "torchtitan_lite.data.row_picture.save_figure", lambda figure, path: titles.append(figure.get_suptitle())
+        "torchtitan_lite.data.inspection.picture.save_figure", lambda figure, path: titles.append(figure.get_suptitle())
     )
     lines = inspect(f"--model.flavor={flavor}", f"--save={tmp_path}/row.png", "--row=0")
     assert any("sdpa, ignores document_ids" in line for line in lines) is ignoring

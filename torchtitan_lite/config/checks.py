@@ -17,7 +17,7 @@ from torchtitan_lite.attention.backends import BLOCK_SIZE, masks_documents, unsu
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.load import ConfigError
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.sources import check_sources
+from torchtitan_lite.data.sources.resolve import check_sources
 from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.models.llama3.args import ModelArgs

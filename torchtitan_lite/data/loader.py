@@ -1,7 +1,7 @@
 """Packed rows in an endless order that a run can leave and re-enter at any step, on any number of ranks.
 
-Global batch ``k`` is rows ``[k * G, (k + 1) * G)`` of the order (:mod:`torchtitan_lite.data.row_order`) whoever reads
-them, and may straddle two epochs. So where a run stands is one number, the rows it has trained on.
+Global batch ``k`` is rows ``[k * G, (k + 1) * G)`` of the order (:mod:`torchtitan_lite.data.packing.row_order`),
+whoever reads them, and may straddle two epochs. So where a run stands is one number, the rows it has trained on.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.collator import Batch, collate_rows
-from torchtitan_lite.data.packing import PACKING_VERSION, PackingSettings, packing_settings, resolved_max_documents
+from torchtitan_lite.data.packing.plan import PACKING_VERSION, PackingSettings, packing_settings, resolved_max_documents
+from torchtitan_lite.data.packing.report import PackingReport
+from torchtitan_lite.data.packing.row_order import RowOrder
 from torchtitan_lite.data.prepared import PreparedSource, prepare_sources
-from torchtitan_lite.data.report import PackingReport
 from torchtitan_lite.data.resume import ResumeError, differences
-from torchtitan_lite.data.row_order import RowOrder
-from torchtitan_lite.data.sources import SourceError
+from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 

@@ -15,9 +15,11 @@ import numpy as np
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.build_lock import build_lock
-from torchtitan_lite.data.packing import PACKING_VERSION, PackingPlan, PackingSettings, pack, packing_settings
-from torchtitan_lite.data.report import PackingReport, packing_report
-from torchtitan_lite.data.sources import Source, SourceError, load_documents, sources_of
+from torchtitan_lite.data.packing.plan import PACKING_VERSION, PackingPlan, PackingSettings, pack, packing_settings
+from torchtitan_lite.data.packing.report import PackingReport, packing_report
+from torchtitan_lite.data.sources.document import Source, SourceError
+from torchtitan_lite.data.sources.reading import load_documents
+from torchtitan_lite.data.sources.resolve import sources_of
 from torchtitan_lite.data.tokenized import (
     bad_records,
     cache_folder,

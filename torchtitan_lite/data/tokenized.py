@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.compute
 
 from torchtitan_lite.data.build_lock import build_lock
-from torchtitan_lite.data.sources import progress_on_terminal
+from torchtitan_lite.data.sources.reading import progress_on_terminal
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

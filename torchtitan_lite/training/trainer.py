@@ -23,8 +23,8 @@ from torchtitan_lite.config.load import ConfigError, save_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.collator import PADDING_ID, Batch, num_targets
 from torchtitan_lite.data.loader import RowLoader, build_loader
-from torchtitan_lite.data.packing import resolved_max_documents
-from torchtitan_lite.data.streaming import StreamLoader, build_stream_loader
+from torchtitan_lite.data.packing.plan import resolved_max_documents
+from torchtitan_lite.data.streaming.stream_loader import StreamLoader, build_stream_loader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.distributed.fsdp import shard_model
 from torchtitan_lite.distributed.mesh import build_mesh, data_parallel_place, init_distributed, world_from_environment
