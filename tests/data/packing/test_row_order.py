@@ -94,6 +94,17 @@ def test_a_source_that_ends_leaves_the_others_their_proportions():
     assert late[0] == 0 and late[1] / late.sum() == pytest.approx(0.5, abs=0.002)
 
 
+@pytest.mark.timeout(20)
+def test_weights_however_far_apart():
+    tokens, weights, epochs = [np.array([3, 5, 2]), np.array([4, 1])], (10**30, 1), (2, 0)
+    expected = one_by_one(tokens, weights, epochs, 0, 40)
+    assert [source for source, _ in expected[:8]] == [0] * 6 + [1] * 2
+    order = RowOrder(tokens, weights, epochs, 0)
+    assert read(order, 0, 40) == expected
+    assert read(order, 20, 5) == expected[20:25]
+    assert order.rows_read(40).tolist() == [6, 34]
+
+
 def test_epochs_of_one_source_are_its_permutations():
     order = RowOrder([np.arange(1, 21)], (3,), (0,), 7)
     assert [row for _, row in read(order, 0, 60)] == [

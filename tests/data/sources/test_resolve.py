@@ -180,6 +180,9 @@ def test_templates(folder):
 def test_tables_of_a_mixture():
     for weight in (0.0, -1.0, float("nan"), float("inf")):
         assert problem(mix=[{"weight": weight}]).startswith(f"data.mix, table 1: weight={weight}: must be a number abo")
+    for weight in (1e-16, 1e16):
+        assert problem(mix=[{}, {"weight": weight}]).startswith(f"data.mix, table 2: weight={weight}: must lie between")
+    assert problem(mix=[{"weight": 1e-15}, {"weight": 1e15}]) is None
     assert problem(mix=[{}, {"epochs": -1}]).startswith("data.mix, table 2: epochs=-1: must be at least 0")
     assert problem(mix=[{"name": " "}]).startswith("data.mix, table 1: name is empty")
     twice = problem(mix=[{"name": "a"}, {"name": "b"}, {"name": "a"}])

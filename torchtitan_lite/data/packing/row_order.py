@@ -79,14 +79,15 @@ class RowOrder:
         """
         if self.total_rows is not None and start + count > self.total_rows:
             raise IndexError(f"Row {start + count - 1} of a sequence that ends after {self.total_rows} rows.")
-        parts, block = [], self._block_of(start)
+        parts = []
         while count > 0:
+            block = self._block_of(start)  # not simply the next: many may be empty once a source of great weight ended
             first = self._rows_before(block)
             found = self._block(block)
             part = slice(start - first, start - first + count)
             parts.append(Rows(found.source[part], found.row[part]))
             taken = len(parts[-1].row)
-            start, count, block = start + taken, count - taken, block + 1
+            start, count = start + taken, count - taken
         return Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
     def rows_read(self, position: int) -> np.ndarray:

@@ -159,6 +159,8 @@ def _empty_file(source: Source) -> str | None:
 def _table_problems(table: MixtureSource, used: frozenset[str]) -> Iterator[str]:
     if not (table.weight > 0 and math.isfinite(table.weight)):
         yield f"weight={table.weight}: must be a number above 0; leave the table out to read nothing of it"
+    elif not 1e-15 <= table.weight <= 1e15:
+        yield f"weight={table.weight}: must lie between 1e-15 and 1e15; only its proportion to the other weights counts"
     if table.epochs < 0:
         yield f"epochs={table.epochs}: must be at least 0, which means no end"
     if table.name is not None and not table.name.strip():
