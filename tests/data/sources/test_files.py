@@ -50,6 +50,32 @@ def test_folder_glob_home_and_odd_names(tmp_path, monkeypatch):
         assert found(path, below=tmp_path / "data") == ("json", expected)
 
 
+@pytest.mark.timeout(20)
+def test_links_are_followed_and_may_run_in_circles(tmp_path):
+    write(tmp_path, "data/b.jsonl", "data/sub/a.jsonl", "elsewhere/c.jsonl", "elsewhere/deep/d.jsonl")
+    for link, target in [("data/one", "."), ("data/sub/two", ".."), ("data/sub/three", "../../elsewhere")]:
+        (tmp_path / link).symlink_to(target)
+    (tmp_path / "data/gone").symlink_to("nowhere")
+    expected = ["b.jsonl", "sub/a.jsonl", "sub/three/c.jsonl", "sub/three/deep/d.jsonl"]
+    for path in ("data", "data/**/*.jsonl", "da*/**", "data/**/**/*.jsonl"):
+        assert found(tmp_path / path, below=tmp_path / "data") == ("json", expected)
+
+
+def test_an_unreadable_folder_is_no_empty_one(tmp_path, monkeypatch):
+    write(tmp_path, "a.jsonl", "locked/b.jsonl")
+    scandir = os.scandir
+
+    def refusing(path):  # root may read everything
+        if os.path.basename(path) == "locked":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    for path in (tmp_path, tmp_path / "**/*.jsonl", tmp_path / "locked"):
+        with pytest.raises(SourceError, match=r"/locked: .*cannot be read: Permission denied"):
+            find_files("json", str(path))
+
+
 def test_a_format_picks_its_files_from_a_folder(tmp_path):
     write(tmp_path, "a.jsonl", "b.txt", "c.parquet")
     assert found(tmp_path, "text") == ("text", ["b.txt"])

@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,7 +70,7 @@ def find_files(dataset: str, dataset_path: str) -> Files:
             raise SourceError(f"{where}: neither a file nor a folder (a pipe, say, could be read only once).")
         candidates = [path]
     else:
-        candidates = [file for file in glob.glob(path, recursive=True) if os.path.isfile(file)]
+        candidates = [file for file in _matches(path) if os.path.isfile(file)]
     files = sorted(os.path.abspath(file) for file in candidates)
     if not files:
         wanted = [suffix for suffix, format in SUFFIXES.items() if dataset in (format, *DATASETS)]
@@ -171,13 +172,47 @@ def _rows(
 def _files_under(folder: Path, format: str | None) -> list[str]:
     """Files of a format, or of any where it is None; hidden ones and hidden folders (.git, ...) are left out."""
     found = {}
-    for file in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if not hidden and file.is_file() and _format_of(str(file)) in ((format,) if format else FORMATS):
-            found[str(file)] = file.name
+    for below in _folders_from(str(folder)):
+        for name in os.listdir(below):
+            file = os.path.join(below, name)
+            wanted = not name.startswith(".") and _format_of(file) in ((format,) if format else FORMATS)
+            if wanted and os.path.isfile(file):
+                found[file] = name
     if format is None and any(_format_of(file) == "arrow" for file in found):
         return [file for file, name in found.items() if name not in _SAVED_DATASET]
     return list(found)
+
+
+def _matches(pattern: str) -> list[str]:
+    """What a glob matches, as ``glob.glob`` with recursion has it, but for links that lead round in a circle."""
+    head, *tails = re.split(r"(?:^|(?<=/))(?:\*\*/+)+", re.sub(r"(^|/)\*\*$", r"\1**/*", pattern))
+    found = glob.glob(head) if head or not tails else ["."]
+    for tail in tails:
+        folders = [below for folder in found if os.path.isdir(folder) for below in _folders_from(folder)]
+        found = [match for below in folders for match in glob.glob(os.path.join(glob.escape(below), tail))]
+    return list(dict.fromkeys(found))
+
+
+def _folders_from(top: str) -> Iterator[str]:
+    """``top`` and the folders below it, hidden ones left out. Links are followed, but each folder is given once.
+
+    Raises:
+        SourceError: a folder cannot be read, so that its files would be missing.
+    """
+    seen = set()
+
+    def fail(error: OSError) -> None:
+        raise SourceError(f"{error.filename}: this folder of the data set cannot be read: {error.strerror}.")
+
+    for folder, below, _ in os.walk(top, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        below.sort(key=lambda name: os.path.islink(os.path.join(real, name)))  # where a folder really lies goes first
+        yield folder
 
 
 def stem(name: str) -> str:
