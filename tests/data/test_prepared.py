@@ -1,5 +1,6 @@
 import logging
 import pickle
+import shutil
 import threading
 
 import numpy as np
@@ -59,6 +60,53 @@ def test_a_plan_half_written_is_no_plan(prepare, monkeypatch):
         prepare(["abc", "de"])
     monkeypatch.undo()
     assert prepare().plan.num_rows == 2
+
+
+def test_a_cache_folder_that_does_not_serve(prepare, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.np, "save", full)
+    with pytest.raises(SourceError, match=rf"No space left on device\. .* {tmp_path}/cache; data\.cache_dir names"):
+        prepare(["abc"])
+    monkeypatch.undo()
+    prepare()
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(SourceError, match=r"cache/torchtitan_lite: Not a directory\..*data\.cache_dir names another"):
+        prepare()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "left", "message"),
+    [
+        ("torchtitan_lite/*.arrow", 0, "The cache in .*/cache is damaged .*Delete it, and all is read and tokenised"),
+        ("torchtitan_lite/*.arrow", 0.5, "The cache in .*/cache is damaged"),
+        ("generator/**/*.arrow", 0, "The cache in .*/cache is damaged"),
+        ("generator/**/*.arrow", 0.5, "The cache in .*/cache is damaged"),
+        ("generator/**/dataset_info.json", 0.5, "The cache in .*/cache is damaged"),
+        (
+            "torchtitan_lite/*.plan/document.npy",
+            0,
+            r"\.plan: the packing plan is damaged .*Delete it",
+        ),
+        ("torchtitan_lite/*.plan/document.npy", 0.5, "packing plan is damaged"),
+        ("torchtitan_lite/*.plan/document.npy", None, "packing plan is damaged"),
+        ("torchtitan_lite/*.plan/counts.json", 0.5, "packing plan is damaged"),
+        ("torchtitan_lite/*.plan/counts.json", None, "packing plan is damaged"),
+    ],
+)
+def test_a_damaged_cache_is_named(prepare, tmp_path, pattern, left, message):
+    prepare(["abc", "de"] * 50)
+    (path,) = (tmp_path / "cache").glob(pattern)
+    if left is None:
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        path.unlink()  # not cut in place: the file may be mapped
+        path.write_bytes(content[: int(len(content) * left)])
+    with pytest.raises(SourceError, match=message):
+        prepare()
 
 
 @pytest.mark.timeout(60)

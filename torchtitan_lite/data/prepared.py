@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.build_lock import build_lock
@@ -22,6 +25,7 @@ from torchtitan_lite.data.sources.reading import load_documents
 from torchtitan_lite.data.sources.resolve import sources_of
 from torchtitan_lite.data.tokenized import (
     bad_records,
+    cache_error,
     cache_folder,
     document_lengths,
     text_fingerprint,
@@ -76,7 +80,7 @@ def _prepare(source: Source, config: Config, tokenizer: Tokenizer) -> PreparedSo
     # What is read does not depend on how it is mixed, and the lock's name only has to be the same for equal sources.
     reading = replace(source, name="", weight=1.0, epochs=0)
     lock = folder / f"{hashlib.sha256(repr(astuple(reading)).encode()).hexdigest()[:16]}.lock"
-    with build_lock(lock, source.name, timeout):
+    with _cache_errors(folder), build_lock(lock, source.name, timeout):
         documents = load_documents(
             source, on_bad_record=data.on_bad_record, num_proc=data.num_proc, cache_dir=cache_dir
         )
@@ -91,6 +95,22 @@ def _prepare(source: Source, config: Config, tokenizer: Tokenizer) -> PreparedSo
     if plan.num_rows == 0:
         raise SourceError(_no_samples(source, plan, len(tokenized), skipped))
     return PreparedSource(source, tokenized, plan, text_fingerprint(tokenized), skipped)
+
+
+@contextlib.contextmanager
+def _cache_errors(folder: Path) -> Iterator[None]:
+    """Turns what reading and writing the cache may raise into a SourceError: errors of the texts are of that kind."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except (OSError, EOFError, pyarrow.ArrowException, json.JSONDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise cache_error(folder, error) from error
+        raise SourceError(
+            f"The cache in {folder.parent} is damaged ({error}). Delete it, and all is read and tokenised anew; or "
+            "name another folder by data.cache_dir."
+        ) from error
 
 
 def _no_samples(source: Source, plan: PackingPlan, documents: int, skipped: int) -> str:
@@ -130,5 +150,8 @@ def _save_plan(plan: PackingPlan, path: Path) -> None:
 
 
 def _load_plan(path: Path) -> PackingPlan:
-    arrays = {file.stem: np.load(file, mmap_mode="r") for file in path.glob("*.npy")}
-    return PackingPlan(**arrays, **json.loads((path / "counts.json").read_text()))
+    try:
+        arrays = {file.stem: np.load(file, mmap_mode="r") for file in path.glob("*.npy")}
+        return PackingPlan(**arrays, **json.loads((path / "counts.json").read_text()))
+    except (OSError, EOFError, ValueError, TypeError) as error:  # as a machine that fell over may leave it
+        raise SourceError(f"{path}: the packing plan is damaged ({error}). Delete it, and it is made anew.") from error

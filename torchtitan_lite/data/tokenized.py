@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.compute
 
 from torchtitan_lite.data.build_lock import build_lock
+from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.sources.reading import progress_on_terminal
 from torchtitan_lite.data.tokenizer import Tokenizer
 
@@ -32,10 +33,23 @@ _CACHE_VERSION = 2
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Where tokens and plans are kept: below ``cache_dir``, or in the data sets library's own cache."""
+    """Where tokens and plans are kept: below ``cache_dir``, or in the data sets library's own cache.
+
+    Raises:
+        SourceError: the folder cannot be made.
+    """
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE).expanduser() / "torchtitan_lite"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cache_error(folder, error) from error
     return folder
+
+
+def cache_error(folder: Path, error: OSError) -> SourceError:
+    """The error of a run that cannot keep its tokenised data in ``folder``."""
+    what = f"{error.filename or folder}: {error.strerror}"
+    return SourceError(f"{what}. Tokenised data is kept in {folder.parent}; data.cache_dir names another folder.")
 
 
 def tokenize_documents(
