@@ -120,3 +120,13 @@ def test_the_end_of_finite_sources():
         order.rows(8, 3)
     with pytest.raises(ValueError, match="without rows"):
         RowOrder([np.array([], np.int64)], (1,), (0,), 0)
+
+
+def test_a_late_start_looks_at_few_epochs(monkeypatch):
+    tokens = [np.full(row_order._ROWS_PER_BLOCK * 2, 7), np.full(row_order._ROWS_PER_BLOCK, 7)]
+    built, build = [], RowOrder._build_epoch
+    monkeypatch.setattr(RowOrder, "_build_epoch", lambda self, *epoch: built.append(epoch) or build(self, *epoch))
+    order = RowOrder(tokens, (2, 1), (0, 0), 0)
+    per_epoch = sum(map(len, tokens))
+    order.rows(60 * per_epoch + per_epoch // 2, 8)
+    assert built == [(0, 60), (1, 60)]

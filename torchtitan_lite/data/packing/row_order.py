@@ -59,7 +59,7 @@ class RowOrder:
         self._weights = np.asarray(weights, dtype=np.float64) / np.sum(weights)
         self._epochs = list(epochs)
         self._seed = seed
-        self._last_block = 0
+        self._last_block: int | None = None
         rows_per_time = float((self._weights * self.num_rows / self._epoch_tokens).sum())
         self._block_time = _ROWS_PER_BLOCK / rows_per_time
         # Two epochs of each source, as a block may lie across the end of one.
@@ -152,8 +152,13 @@ class RowOrder:
         return int(self._counts_before(block).sum())
 
     def _block_of(self, position: int) -> int:
-        """The block that holds a row of the sequence: from where the last one was found outwards, then by halving."""
-        low, high, step = self._last_block, self._last_block + 1, 1
+        """The block that holds a row of the sequence: from where the last one was found outwards, then by halving.
+
+        A look at another epoch costs a permutation of it. So the first guess is a good one: as long as no source has
+        ended, blocks have about the same number of rows.
+        """
+        low = position // _ROWS_PER_BLOCK if self._last_block is None else self._last_block
+        high, step = low + 1, 1
         while self._rows_before(low) > position:
             low, high, step = max(low - step, 0), low, 2 * step
         while self._rows_before(high) <= position:
