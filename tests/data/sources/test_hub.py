@@ -211,6 +211,16 @@ def test_no_network(monkeypatch):
         opened("owner/name")
 
 
+def read_hub(home, settings, **environment):
+    """What comes of reading the toy hub, loaded and streamed, in a process of its own."""
+    command = [sys.executable, toy_hub.__file__, str(home), json.dumps(settings)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])} | environment
+    done = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    return results[::2], results[1::2]
+
+
 @pytest.mark.timeout(120)
 def test_a_data_set_on_a_hub(tmp_path):
     settings = [
@@ -223,14 +233,7 @@ def test_a_data_set_on_a_hub(tmp_path):
         {"dataset": "toy/none"},
         {"revision": toy_hub.COMMITS["v1"]},
     ]
-    command = [sys.executable, toy_hub.__file__, str(tmp_path / "home"), json.dumps(settings)]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(root)}, cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
-    loaded, streamed = results[::2], results[1::2]
+    loaded, streamed = read_hub(tmp_path, settings)
     assert loaded[0] == ["main 0", "main 1", "main 2"] and streamed[0][1] == [["main 0", "main 1"], ["main 2"]]
     assert loaded[1] == ["v1 0", "v1 1", "v1 2"] and streamed[1][1] == [["v1 0", "v1 1"], ["v1 2"]]
     assert loaded[2] == ["main other"] and streamed[2][1] == [["main other"]]
@@ -241,3 +244,15 @@ def test_a_data_set_on_a_hub(tmp_path):
         assert results[6].startswith("SourceError: toy/none: Dataset 'toy/none' doesn't exist")
     assert streamed[1] == streamed[7]  # a tag is its commit
     assert len({identity for identity, _ in streamed[:3]}) == 3
+
+
+@pytest.mark.timeout(120)
+def test_without_network_only_the_revision_that_was_asked_for(tmp_path):
+    main = ["main 0", "main 1", "main 2"]
+    assert read_hub(tmp_path, [{}])[0] == [main]
+    settings = [{}, {"revision": toy_hub.COMMITS["main"]}, {"revision": "v1"}, {"revision": toy_hub.COMMITS["v1"]}]
+    loaded, streamed = read_hub(tmp_path, settings, HF_HUB_OFFLINE="1")
+    assert loaded[:2] == [main, main] and [shards for _, shards in streamed[:2]] == [[main], [main]]
+    for results in (loaded, streamed):
+        for refused in results[2:]:
+            assert "(data.revision) cannot be looked up on the hub" in refused and toy_hub.COMMITS["main"] in refused

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import datasets
 import pyarrow
+from datasets.packaged_modules.cache.cache import Cache
 
 from torchtitan_lite.data.sources.document import (
     FEATURES,
@@ -144,7 +145,14 @@ def _builder(source: Source, cache_dir: str | None) -> datasets.DatasetBuilder:
             raise SourceError(
                 f"{source.dataset}: no subset {source.subset!r} (data.subset); there are {listed(subsets)}."
             ) from error
-        raise SourceError(f"{source.dataset}: {reason(error)}") from error
+        revision = "" if source.revision is None else f" (data.revision={source.revision})"
+        raise SourceError(f"{source.dataset}: {reason(error)}{revision}") from error
+    # Where the library cannot look a data set up, it takes whatever commit was used last.
+    if isinstance(builder, Cache) and source.revision not in (None, builder.hash):
+        raise SourceError(
+            f"{source.dataset}: revision {source.revision!r} (data.revision) cannot be looked up on the hub, and what "
+            f"the cache has may be another one; its commit is {builder.hash}, which can be given as data.revision."
+        )
     splits = [str(split) for split in _data_files(builder) or builder.info.splits or ()]
     for split in re.split(r"\+", re.sub(r"\[[^]]*\]?|\([^)]*\)?", "", source.split)):
         if splits and split.strip() not in (*splits, "all"):
