@@ -178,7 +178,7 @@ def origins(source: PreparedSource, index: int) -> list[str]:
     for document, start, length in source.plan.row(index):
         whole = len(tokens[document])
         part = "" if length == whole else f", tokens {start:,}-{start + length - 1:,} of {whole:,}"
-        found.append(f"record {document:,} of {source.source.name}{part}")
+        found.append(f"record {document + 1:,} of {source.source.name}{part}")
     return found
 
 

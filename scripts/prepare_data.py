@@ -85,12 +85,8 @@ def available_cores() -> int:
 
 
 def _rest_of_report(source: PreparedSource, made: set[Path]) -> list[str]:
-    lines = []
-    if source.bad_records:
-        lines.append(f"  {source.bad_records:,} bad records left out (counted among the empty documents)")
     is_new = any(Path(file["filename"]) in made for file in source.documents.cache_files)
-    lines.append("  tokenised now" if is_new else "  tokens were in the cache")
-    return lines
+    return ["  tokenised now" if is_new else "  tokens were in the cache"]
 
 
 def _what_to_share(config: Config, sources: list[PreparedSource], words: Sequence[str]) -> list[str]:

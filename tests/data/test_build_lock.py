@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from torchtitan_lite.data import build_lock as module
-from torchtitan_lite.data.build_lock import build_lock
+from torchtitan_lite.data.build_lock import build_lock, built_once
 
 
 @pytest.mark.timeout(60)
@@ -64,3 +64,28 @@ def test_who_dies_or_fails_frees_it(tmp_path):
         raise RuntimeError("out of luck")
     with build_lock(tmp_path / "lock", "the books", timeout_seconds=5):
         pass
+
+
+@pytest.mark.timeout(60)
+def test_nobody_waits_for_what_is_built(tmp_path):
+    path = tmp_path / "lock"
+    with pytest.raises(RuntimeError), built_once(path, "the books", timeout_seconds=5):
+        raise RuntimeError("half-way")
+    with build_lock(path, "the books", timeout_seconds=5):  # so it is still to be built, and another one is at it
+        failures = []
+
+        def second():
+            try:
+                with built_once(path, "the books", timeout_seconds=0.1):
+                    pass
+            except TimeoutError:
+                failures.append(True)
+
+        waiter = threading.Thread(target=second)
+        waiter.start()
+        waiter.join()
+        assert failures == [True]
+    with built_once(path, "the books", timeout_seconds=5):
+        pass
+    with build_lock(path, "other books", timeout_seconds=5), built_once(path, "the books", timeout_seconds=0):
+        pass  # within somebody's lock

@@ -7,6 +7,7 @@ import datasets
 import pytest
 from toy_data import BOS, EOS
 
+from torchtitan_lite.data import tokenized
 from torchtitan_lite.data.tokenized import (
     bad_records,
     cache_folder,
@@ -133,3 +134,11 @@ def test_ten_megabytes_without_a_space(tmp_path):
     text = "x" * 10_000_000
     tokenized = tokenize([text], load_tokenizer("debug"), tmp_path)
     assert 2 < document_lengths(tokenized)[0] <= len(text) + 2
+
+
+def test_batches_are_by_the_size_of_documents():
+    sizes = [
+        tokenized._batch_size(datasets.Dataset.from_dict({"text": ["x" * length] * count}))
+        for length, count in ((10, 100), (100_000, 10), (20_000_000, 1))
+    ]
+    assert sizes == [1000, 79, 1]  # 8 MB, each text with the four or so bytes of its offset

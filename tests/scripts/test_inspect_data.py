@@ -93,8 +93,8 @@ def test_heads_tell_of_each_document_and_its_record(inspect):
         for head in heads:
             assert int(head[2]) + 1 == int(head[3]) == int(head[4]) + 1
             found[head[5]] = int(head[3])
-    expected = {f"record {number} of texts": len(text) + 2 for number, text in enumerate(TEXTS[:-1])}
-    expected |= {"record 12 of texts, tokens 0-15 of 32": 16, "record 12 of texts, tokens 16-31 of 32": 16}
+    expected = {f"record {number} of texts": len(text) + 2 for number, text in enumerate(TEXTS[:-1], 1)}
+    expected |= {"record 13 of texts, tokens 0-15 of 32": 16, "record 13 of texts, tokens 16-31 of 32": 16}
     assert found == expected
     assert "Packing of texts" in lines and any(line.split()[:2] == ["documents", "13"] for line in lines)
     assert not any(line.startswith("Packing") for line in inspect("--no-report"))

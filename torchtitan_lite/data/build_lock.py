@@ -43,3 +43,19 @@ def build_lock(path: Path, what: str, timeout_seconds: float) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def built_once(path: Path, what: str, timeout_seconds: float) -> Iterator[None]:
+    """As :func:`build_lock`, until the block has once run to its end: from then on nobody waits for anybody.
+
+    So ranks that find everything built start side by side, and from a cache that they may only read. The block must
+    find out for itself whether what was built is still what it wants.
+    """
+    done = path.with_suffix(".done")
+    if done.exists():
+        yield
+        return
+    with build_lock(path, what, timeout_seconds):
+        yield
+        done.touch()

@@ -21,7 +21,7 @@ from torchtitan_lite.data.packing.plan import PACKING_VERSION, PackingSettings, 
 from torchtitan_lite.data.packing.report import PackingReport
 from torchtitan_lite.data.packing.row_order import RowOrder
 from torchtitan_lite.data.prepared import PreparedSource, prepare_sources
-from torchtitan_lite.data.resume import ResumeError, differences
+from torchtitan_lite.data.resume import ResumeError, differences, refuse
 from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.tokenizer import Tokenizer
 
@@ -174,10 +174,12 @@ class RowLoader:
         changes = differences(
             {**state["fingerprint"], "global_batch_size": size},
             {**self.fingerprint, "global_batch_size": self.global_batch_size},
-            {"global_batch_size": f"set training.global_batch_size={size}"},
+            {
+                "global_batch_size": f"set training.global_batch_size={size}",
+                **{name: "documents were edited, added or removed" for name in self.fingerprint if "text" in name},
+            },
         )
-        if changes:
-            raise ResumeError(f"The data position of the checkpoint does not fit this run: {'; '.join(changes)}.")
+        refuse(changes)
         self.rows_trained = state["rows_trained"]
 
     def _check_length(self, steps: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.build_lock import build_lock
+from torchtitan_lite.data.build_lock import built_once
 from torchtitan_lite.data.packing.plan import PACKING_VERSION, PackingPlan, PackingSettings, pack, packing_settings
 from torchtitan_lite.data.packing.report import PackingReport, packing_report
 from torchtitan_lite.data.sources.document import Source, SourceError
@@ -57,7 +57,7 @@ class PreparedSource:
 
     def report(self) -> PackingReport:
         """What the plan makes of the source."""
-        return packing_report(self.plan, document_lengths(self.documents), self.source.name)
+        return packing_report(self.plan, document_lengths(self.documents), self.source.name, self.bad_records)
 
 
 def prepare_sources(config: Config, tokenizer: Tokenizer) -> list[PreparedSource]:
@@ -80,7 +80,7 @@ def _prepare(source: Source, config: Config, tokenizer: Tokenizer) -> PreparedSo
     # What is read does not depend on how it is mixed, and the lock's name only has to be the same for equal sources.
     reading = replace(source, name="", weight=1.0, epochs=0)
     lock = folder / f"{hashlib.sha256(repr(astuple(reading)).encode()).hexdigest()[:16]}.lock"
-    with _cache_errors(folder), build_lock(lock, source.name, timeout):
+    with _cache_errors(folder), built_once(lock, source.name, timeout):
         documents = load_documents(
             source, on_bad_record=data.on_bad_record, num_proc=data.num_proc, cache_dir=cache_dir
         )

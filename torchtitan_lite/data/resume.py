@@ -10,6 +10,15 @@ class ResumeError(ValueError):
     """A saved data position does not fit the data, packing or batch of this run."""
 
 
+def refuse(changes: list[str]) -> None:
+    """Raises ResumeError if there are any."""
+    if changes:
+        raise ResumeError(
+            f"The data position of the checkpoint does not fit this run: {'; '.join(changes)}. Go back to what it was, "
+            "or start anew with another job.dump_folder (checkpoint.initial_load_path takes the weights along)."
+        )
+
+
 def differences(was: Mapping[str, Any], now: Mapping[str, Any], advice: Mapping[str, str] | None = None) -> list[str]:
     """Words every entry that two fingerprints do not share, as ``name was A, is now B``.
 

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pyarrow.compute
 
-from torchtitan_lite.data.build_lock import build_lock
+from torchtitan_lite.data.build_lock import built_once
 from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.sources.reading import progress_on_terminal
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -27,6 +27,8 @@ TOKENS = datasets.Features(
         "problem": datasets.Value("string"),
     }
 )
+
+_BATCH_BYTES = 8_000_000
 
 _CACHE_VERSION = 2
 """Raised whenever the same text and tokenizer would give other columns."""
@@ -71,7 +73,7 @@ def tokenize_documents(
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
     file = folder / f"{fingerprint}.arrow"
     with (
-        build_lock(folder / f"{fingerprint}.lock", "tokens", timeout_seconds),
+        built_once(folder / f"{fingerprint}.lock", "tokens", timeout_seconds),
         progress_on_terminal(),
         tokenizer_threads(num_proc == 1),
     ):
@@ -81,7 +83,7 @@ def tokenize_documents(
             _tokenize_batch,
             fn_kwargs={"tokenizer": tokenizer},
             batched=True,
-            batch_size=128,
+            batch_size=_batch_size(documents),
             num_proc=None if num_proc == 1 else num_proc,
             remove_columns=documents.column_names,
             features=TOKENS,
@@ -89,6 +91,13 @@ def tokenize_documents(
             new_fingerprint=fingerprint,
             desc="Tokenising",
         )
+
+
+def _batch_size(documents: datasets.Dataset) -> int:
+    """Documents to tokenise at a time: few where they are long, and many where they are short, as each batch costs
+    every start a little."""
+    mean = documents.data.nbytes / max(len(documents), 1)
+    return int(min(max(_BATCH_BYTES / max(mean, 1), 1), 1000))
 
 
 def document_lengths(tokenized: datasets.Dataset) -> np.ndarray:

@@ -177,7 +177,7 @@ class CheckpointManager:
             if changed:
                 logger.warning(f"Optimizer settings differ from the checkpoint's: {', '.join(changed)}")
             group.update(values)
-        logger.info(f"Resumed from {path}")
+        logger.info(f"Loaded {path}")
         return json.loads(state["train_state"])
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:

@@ -186,6 +186,7 @@ class Trainer:
             changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
             if changed:  # the weights fit all the same
                 logger.warning(f"The model differs from the checkpoint's: {', '.join(changed)}")
+            logger.info(f"Resuming after step {self.step}")
         self.finite_step = self.step
 
     def _state(self) -> dict:
@@ -239,8 +240,9 @@ class Trainer:
                 collector.step(self.step)
             self.checkpoint.wait()
         if counters := self.loader.counters():
-            counted = ", ".join(f"{value:,} {name.removeprefix('packing/')}" for name, value in counters.items())
-            logger.info(f"Streamed by this rank: {counted}")
+            names = (name.removeprefix("packing/").replace("_", " ") for name in counters)
+            counted = ", ".join(f"{value:,} {name}" for name, value in zip(names, counters.values(), strict=True))
+            logger.info(f"Read by rank 0 so far, with what its buffers hold: {counted}")
         if shares := self._shares():
             logger.info(f"Tokens by source: {', '.join(f'{name} {share:.2%}' for name, share in shares.items())}")
         logger.info(f"Done: {self.step} steps, {self.tokens_seen:,} tokens")

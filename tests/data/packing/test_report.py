@@ -86,13 +86,14 @@ def test_lines_hold_every_number_and_stay_narrow():
     report = report_of([1, 2, 3, 5, 5, 5, 5, 0, 40, 41], 8, name="web", oversize="drop")
     lines = report.lines()
     assert lines[0] == "Packing of web"
-    found = {line[2:21].strip(): line[21:].split()[0] for line in lines[1:13]}
+    found = {line[2:21].strip(): line[21:].split()[0] for line in lines[1:14]}
     assert found == {
         "documents": "7",
         "split": "0",
         "truncated": "0",
         "dropped documents": "2",
         "empty documents": "1",
+        "bad records": "0",
         "tokens": "26",
         "tokens lost": "81",
         "rows": "4",

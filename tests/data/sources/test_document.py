@@ -116,4 +116,11 @@ def test_document_or_problem():
     assert document_of(Record("", None, "broken"), "f", TextOf("text"), "skip") == Document(None, "f: broken")
     with pytest.raises(SourceError) as raised:
         document_of(bad, "f", TextOf("text"), "error")
-    assert str(raised.value) == "f: line 5: broken. data.on_bad_record=skip would leave it out and count it."
+    assert str(raised.value) == "f: line 5: broken. data.on_bad_record=skip would leave bad records out and count them."
+
+
+@pytest.mark.parametrize("template", [r"{title}\n\n{body}", r"{title}\t{body}"])
+def test_an_escape_that_no_shell_resolves(template):
+    with pytest.raises(ValueError, match=r"is a backslash and a letter.*in double quotes in the file"):
+        parse_template(template)
+    assert parse_template("{title}\n\t{body}") == [("", ("title",)), ("\n\t", ("body",))]

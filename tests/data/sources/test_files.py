@@ -212,7 +212,10 @@ def test_a_bad_record_is_an_error_where_it_is_reached(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\nbroken\n')
     documents = FileShards(Files("json", [str(tmp_path / "a.jsonl")]), TextOf("text"), "error").read(0)
     assert next(documents) == Document("a", None)
-    with pytest.raises(SourceError, match=r"a\.jsonl: line 2: broken JSON: .*data\.on_bad_record=skip would leave it"):
+    with pytest.raises(
+        SourceError,
+        match=r"a\.jsonl: line 2: broken JSON at .*on_bad_record=skip would leave",
+    ):
         next(documents)
 
 

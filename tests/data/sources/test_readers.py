@@ -124,9 +124,9 @@ def test_a_document_of_ten_megabytes_without_a_space(read):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b'{"text": ', "broken JSON: Expecting value at column 10"),
-        (b'{"text": "a"} {"text": "b"}', "broken JSON: Extra data at column 15"),
-        (b"word", "broken JSON: Expecting value at column 1"),
+        (b'{"text": ', "broken JSON at column 10: Expecting value"),
+        (b'{"text": "a"} {"text": "b"}', "broken JSON at column 15: Extra data"),
+        (b"word", "broken JSON at column 1: Expecting value"),
         (b"[" * 100_000, "broken JSON: "),
         (b'{"text": ' + b"1" * 5000 + b"}", "broken JSON: "),
         (b'"a"', "the record is text, no object with fields"),

@@ -18,7 +18,8 @@ class PackingReport:
     name: str  # of the data, may be empty
     seq_len: int
     documents: int  # in the rows; a split one counts once
-    empty_documents: int
+    empty_documents: int  # bad records are not among them
+    bad_records: int
     split_documents: int  # in more than one piece
     truncated_documents: int
     dropped_documents: int
@@ -57,6 +58,7 @@ class PackingReport:
     def summary(self) -> str:
         """One line for the log."""
         special = [f"{self.split_documents:,} split", f"{self.empty_documents:,} empty"]
+        special += [f"{self.bad_records:,} bad"] * (self.bad_records > 0)
         special += [f"{self.truncated_documents:,} truncated"] * (self.truncated_documents > 0)
         special += [f"{self.dropped_documents:,} dropped"] * (self.dropped_documents > 0)
         lost = f", {self.tokens_lost:,} tokens ({self.lost_fraction:.2%}) lost" if self.tokens_lost else ""
@@ -74,6 +76,7 @@ class PackingReport:
             ("  truncated", f"{self.truncated_documents:,}", ""),
             ("dropped documents", f"{self.dropped_documents:,}", "longer than a row"),
             ("empty documents", f"{self.empty_documents:,}", "left out"),
+            ("bad records", f"{self.bad_records:,}", "left out"),
             ("tokens", f"{self.tokens:,}", ""),
             ("tokens lost", f"{self.tokens_lost:,}", f"{self.lost_fraction:.2%} of all"),
             ("rows", f"{self.rows:,}", f"of {self.seq_len:,} tokens"),
@@ -111,14 +114,15 @@ class PackingReport:
         }
 
 
-def packing_report(plan: PackingPlan, lengths: np.ndarray, name: str = "") -> PackingReport:
-    """The report of a plan made from ``lengths``, [documents] integers."""
+def packing_report(plan: PackingPlan, lengths: np.ndarray, name: str = "", bad_records: int = 0) -> PackingReport:
+    """The report of a plan made from ``lengths``, [documents] integers, of which ``bad_records`` are 0 for a reason."""
     length = plan.length.astype(np.int64)
     return PackingReport(
         name=name,
         seq_len=plan.seq_len,
         documents=len(lengths) - plan.empty_documents - plan.dropped_documents,
-        empty_documents=plan.empty_documents,
+        empty_documents=plan.empty_documents - bad_records,
+        bad_records=bad_records,
         split_documents=int(np.count_nonzero(np.bincount(plan.document) > 1)),
         truncated_documents=plan.truncated_documents,
         dropped_documents=plan.dropped_documents,

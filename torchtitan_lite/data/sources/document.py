@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -69,8 +70,14 @@ def parse_template(template: str) -> Template:
     """Takes a template such as ``"{title}\\n\\n{meta.body}"`` apart.
 
     Raises:
-        ValueError: unbalanced braces, anything but a plain or dotted field name in them, or no field at all.
+        ValueError: unbalanced braces, anything but a plain or dotted field name in them, no field at all, or an escape
+            that nothing has resolved.
     """
+    if escape := re.search(r"\\[nt]", template):
+        raise ValueError(
+            f"{escape[0]} in it is a backslash and a letter, as the command line leaves it; to mean a line end or a "
+            f"tab write $'...{escape[0]}...' in bash, or the template in double quotes in the file"
+        )
     parts: Template = []
     for literal, name, spec, conversion in string.Formatter().parse(template):
         path = () if name is None else tuple(name.split("."))
@@ -150,7 +157,7 @@ def document_of(record: Record, path: str, text_of: TextOf, on_bad_record: OnBad
 
 def bad_record_error(problem: str) -> SourceError:
     """The error that ends a run which may not skip bad records."""
-    return SourceError(f"{problem}. data.on_bad_record=skip would leave it out and count it.")
+    return SourceError(f"{problem}. data.on_bad_record=skip would leave bad records out and count them.")
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def _json_record(where: str, line: bytes) -> Record:
     except UnicodeDecodeError as error:
         return Record(where, None, _undecodable(error, "line"))
     except json.JSONDecodeError as error:
-        return Record(where, None, f"broken JSON: {error.msg} at column {error.colno}")
+        return Record(where, None, f"broken JSON at column {error.colno}: {error.msg.removesuffix(' at')}")
     except (ValueError, RecursionError) as error:
         return Record(where, None, f"broken JSON: {error}")
 

@@ -62,11 +62,12 @@ def load_documents(
             documents = load_hub(source, num_proc=num_proc, cache_dir=cache_dir)
     problems = documents.data.column("problem")
     bad = len(problems) - problems.null_count
-    if bad and on_bad_record == "error":
-        raise bad_record_error(_first(problems) + (f" (and {bad - 1:,} more bad records)" if bad > 1 else ""))
-    if bad == len(documents):
+    if bad == len(documents):  # skipping them would not help
         reason = f"all of its {bad:,} records are bad, the first one for {_first(problems)}" if bad else "it is empty"
         raise SourceError(f"{source.name}: no samples, {reason}.")
+    if bad and on_bad_record == "error":
+        more = f" (and {bad - 1:,} more bad records among {len(documents):,})" if bad > 1 else ""
+        raise bad_record_error(_first(problems) + more)
     return documents
 
 

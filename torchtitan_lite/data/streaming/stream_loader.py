@@ -21,7 +21,7 @@ from torchtitan_lite.data.collator import Batch, collate_rows
 from torchtitan_lite.data.loader import global_batch_size
 from torchtitan_lite.data.packing.plan import packing_settings
 from torchtitan_lite.data.packing.report import PackingReport
-from torchtitan_lite.data.resume import ResumeError, differences
+from torchtitan_lite.data.resume import ResumeError, differences, refuse
 from torchtitan_lite.data.sources.document import Source, SourceError
 from torchtitan_lite.data.sources.reading import DocumentShards, open_shards
 from torchtitan_lite.data.sources.resolve import sources_of
@@ -193,6 +193,12 @@ class StreamLoader:
         while self._live:
             stream = min(self._live, key=lambda stream: stream.tokens / stream.source.weight)
             if row := stream.next_row(partial(feed.take, self._streams.index(stream))):
+                if stream.packer.rows == 1 and all(position.epoch > 0 for position in stream.positions):
+                    logger.warning(
+                        f"{stream.source.name} has fewer documents for this rank than data.streaming_buffer="
+                        f"{self._buffer}, which holds some of them several times; a smaller buffer, or "
+                        "data.streaming=false, suits it better"
+                    )
                 return row
             self._live.remove(stream)
             logger.info(f"{stream.source.name} has been read for its {stream.source.epochs} epoch(s)")
@@ -243,8 +249,7 @@ class StreamLoader:
                 "may change it",
             },
         )
-        if changes:
-            raise ResumeError(f"The data position of the checkpoint does not fit this run: {'; '.join(changes)}.")
+        refuse(changes)
         self.rows_trained, self.lanes = state["rows_trained"], state["lanes"]
         self._reset()
 
