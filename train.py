@@ -31,6 +31,10 @@ def main() -> None:
         Trainer(config).train()
     except _FOR_THE_USER as error:
         sys.exit(str(error))
+    except RuntimeError as error:
+        if "Connection closed by peer" not in str(error):
+            raise
+        sys.exit("Another rank has ended, and this one with it; what that one said tells why.")
     except KeyboardInterrupt:
         sys.exit("Interrupted.")
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ from torchtitan_lite.config.schema import Config, MixtureSource
 from torchtitan_lite.data.packing.plan import PackingError
 from torchtitan_lite.data.resume import ResumeError
 from torchtitan_lite.data.sources.document import Source, SourceError
+from torchtitan_lite.data.streaming import stream_loader
 from torchtitan_lite.data.streaming.stream_loader import StreamLoader, build_stream_loader
 from torchtitan_lite.data.streaming.stream_packing import StreamCounts
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -545,3 +546,14 @@ def test_files_as_configured(make_config, tmp_path, character_folder):
         skipped += loader.counts.skipped
     expected = Counter({f"text {number}": 2 for number in range(5)}) + Counter(f"line {number}" for number in range(9))
     assert read == expected and skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("shards", "lanes", "readers", "warned"),
+    [(8, 4, 1, False), (4, 4, 1, False), (1, 4, 4, False), (2, 8, 4, False), (10, 11, 11, True), (3, 4, 2, False)],
+)
+def test_who_reads_a_shard_is_said(caplog, shards, lanes, readers, warned):
+    with caplog.at_level(logging.INFO):
+        stream_loader._say_who_reads("web", shards, lanes)
+    assert f"web: {shards} shard(s), each read by {readers} of {lanes} lanes" in caplog.text
+    assert (f"read {readers} times over" in caplog.text) == warned

@@ -311,7 +311,18 @@ def build_stream_loader(
         pin_memory=device_type == "cuda",
     )
     for source, documents in zip(sources, shards, strict=True):
-        logger.info(
-            f"Streaming {source.name}: {documents.num_shards:,} shard(s) for {dp_degree} x {loader.lanes} lanes"
-        )
+        _say_who_reads(source.name, documents.num_shards, loader.lanes * dp_degree)
     return loader
+
+
+def _say_who_reads(name: str, shards: int, lanes: int) -> None:
+    readers = lanes // largest_divisor(lanes, shards)
+    logger.info(
+        f"Streaming {name}: {shards:,} shard(s), each read by {readers:,} of {lanes:,} lanes (data-parallel ranks x "
+        "loader processes)"
+    )
+    if readers > -(-lanes // shards):
+        logger.warning(
+            f"{name}: every shard is read {readers:,} times over, for lanes can share shards in equal groups only. A "
+            f"number of lanes that divides the {shards:,} shards, or is a multiple of them, reads less"
+        )
