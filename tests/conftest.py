@@ -51,3 +51,11 @@ def warned(monkeypatch, caplog) -> Callable[[], list[str]]:
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level(logging.WARNING, logger=logger.name)
     return lambda: [r.getMessage() for r in caplog.records if r.name == logger.name and r.levelno >= logging.WARNING]
+
+
+@pytest.fixture(autouse=True)
+def quiet_logger():
+    """What a test does to the package's logger is undone, or its lines would turn up in the output of later tests."""
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before

@@ -21,7 +21,7 @@ from torchtitan_lite.data.packing.plan import PACKING_VERSION, PackingSettings, 
 from torchtitan_lite.data.packing.report import PackingReport
 from torchtitan_lite.data.packing.row_order import RowOrder
 from torchtitan_lite.data.prepared import PreparedSource, prepare_sources
-from torchtitan_lite.data.resume import ResumeError, differences, refuse
+from torchtitan_lite.data.resume import ResumeError, refuse_changes
 from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.tokenizer import Tokenizer
 
@@ -170,16 +170,8 @@ class RowLoader:
             raise ResumeError(
                 "The data position of the checkpoint is that of a stream; data.streaming=true continues it."
             )
-        size = state["global_batch_size"]
-        changes = differences(
-            {**state["fingerprint"], "global_batch_size": size},
-            {**self.fingerprint, "global_batch_size": self.global_batch_size},
-            {
-                "global_batch_size": f"set training.global_batch_size={size}",
-                **{name: "documents were edited, added or removed" for name in self.fingerprint if "text" in name},
-            },
-        )
-        refuse(changes)
+        advice = {name: "documents were edited, added or removed" for name in self.fingerprint if "text" in name}
+        refuse_changes(state, self.fingerprint, self.global_batch_size, advice)
         self.rows_trained = state["rows_trained"]
 
     def _check_length(self, steps: int) -> None:

@@ -10,8 +10,20 @@ class ResumeError(ValueError):
     """A saved data position does not fit the data, packing or batch of this run."""
 
 
-def refuse(changes: list[str]) -> None:
-    """Raises ResumeError if there are any."""
+def refuse_changes(
+    state: Mapping[str, Any], fingerprint: Mapping[str, Any], global_batch_size: int, advice: Mapping[str, str]
+) -> None:
+    """Holds a saved position, which has a ``fingerprint`` and a ``global_batch_size``, against those of this run.
+
+    Raises:
+        ResumeError: they differ; says in what, with the advice for it.
+    """
+    size = state["global_batch_size"]
+    changes = differences(
+        {**state["fingerprint"], "global_batch_size": size},
+        {**fingerprint, "global_batch_size": global_batch_size},
+        {"global_batch_size": f"set training.global_batch_size={size}", **advice},
+    )
     if changes:
         raise ResumeError(
             f"The data position of the checkpoint does not fit this run: {'; '.join(changes)}. Go back to what it was, "

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,11 +17,10 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from torchtitan_lite.attention.masks import MaskSpec
 from torchtitan_lite.config.checks import check_config
 from torchtitan_lite.config.load import ConfigError, save_config
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.data.collator import PADDING_ID, Batch, num_targets
+from torchtitan_lite.data.collator import Batch
 from torchtitan_lite.data.loader import RowLoader, build_loader
 from torchtitan_lite.data.packing.plan import resolved_max_documents
 from torchtitan_lite.data.streaming.stream_loader import StreamLoader, build_stream_loader
@@ -29,11 +28,10 @@ from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.distributed.fsdp import shard_model
 from torchtitan_lite.distributed.mesh import build_mesh, data_parallel_place, init_distributed, world_from_environment
 from torchtitan_lite.distributed.precision import resolve_param_dtype
-from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
 from torchtitan_lite.models.llama3.model import Transformer
-from torchtitan_lite.observability.flops import attended_pairs, peak_flops, step_flops
+from torchtitan_lite.observability.flops import peak_flops, step_flops
 from torchtitan_lite.observability.garbage_collection import GarbageCollection
 from torchtitan_lite.observability.logging import info_once, logger
 from torchtitan_lite.observability.metrics import MetricsLogger, StepMetrics, device_memory
@@ -43,39 +41,10 @@ from torchtitan_lite.observability.throughput import Throughput
 from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lite.training.checkpoint import CheckpointManager, complete_steps
 from torchtitan_lite.training.compile import compile_blocks
+from torchtitan_lite.training.counts import Counts
 from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.lr_schedule import lr_factor
 from torchtitan_lite.training.optimizer import build_optimizer, clip_grad_norm
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What the batches of one step hold, counted on the CPU; sums over the microbatches, and over ranks."""
-
-    targets: int
-    tokens: int  # without padding
-    documents: int
-    document_pairs: int  # (query, key) pairs within a document
-    pairs: int  # pairs attended, summed over layers
-
-    @classmethod
-    def of(cls, batches: list[Batch], args: ModelArgs) -> Counts:
-        specs = args.mask_specs
-        return cls(
-            targets=sum(num_targets(batch) for batch in batches),
-            tokens=sum(int((batch.document_ids != PADDING_ID).sum()) for batch in batches),
-            documents=sum(int((batch.document_ids.amax(dim=1) + 1).sum()) for batch in batches),
-            document_pairs=sum(attended_pairs(batch.document_ids, MaskSpec(document=True)) for batch in batches),
-            pairs=sum(
-                specs.count(spec) * attended_pairs(batch.document_ids, spec) for batch in batches for spec in set(specs)
-            ),
-        )
-
-    def over_ranks(self) -> Counts:
-        """The sum over all data-parallel ranks; through gloo, so that a GPU is not waited for."""
-        counts = torch.tensor(astuple(self))
-        dist.all_reduce(counts)
-        return Counts(*counts.tolist())
 
 
 class Trainer:

@@ -75,7 +75,8 @@ def test_every_problem_of_the_data_is_said(argv, problems):
 
 @pytest.mark.parametrize("argv", [["--training.steps=0"], ["--parallelism.data_parallel_shard_degree=8"]])
 def test_what_is_not_about_data_does_not_matter(argv):
-    read(*argv)
+    _, config, words = read(*argv)
+    assert words[1:] == argv and config.training.dataset == "pydocs"
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torchtitan_lite.data.collator import Batch, collate_rows
 from torchtitan_lite.data.loader import global_batch_size
 from torchtitan_lite.data.packing.plan import packing_settings
 from torchtitan_lite.data.packing.report import PackingReport
-from torchtitan_lite.data.resume import ResumeError, differences, refuse
+from torchtitan_lite.data.resume import ResumeError, differences, refuse_changes
 from torchtitan_lite.data.sources.document import Source, SourceError
 from torchtitan_lite.data.sources.reading import DocumentShards, open_shards
 from torchtitan_lite.data.sources.resolve import sources_of
@@ -239,17 +239,8 @@ class StreamLoader:
                 "The data position of the checkpoint was left by a run that did not stream; data.streaming=false "
                 "continues it."
             )
-        size = state["global_batch_size"]
-        changes = differences(
-            {**state["fingerprint"], "global_batch_size": size},
-            {**self.fingerprint, "global_batch_size": self.global_batch_size},
-            {
-                "global_batch_size": f"set training.global_batch_size={size}",
-                "dp_degree": "a streaming run keeps its number of data-parallel ranks; one with data.streaming=false "
-                "may change it",
-            },
-        )
-        refuse(changes)
+        advice = "a streaming run keeps its number of data-parallel ranks; one with data.streaming=false may change it"
+        refuse_changes(state, self.fingerprint, self.global_batch_size, {"dp_degree": advice})
         self.rows_trained, self.lanes = state["rows_trained"], state["lanes"]
         self._reset()
 
