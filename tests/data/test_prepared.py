@@ -2,6 +2,7 @@ import logging
 import pickle
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torchtitan_lite.data import prepared as module
 from torchtitan_lite.data.packing.plan import PackingError
 from torchtitan_lite.data.prepared import prepare_sources
 from torchtitan_lite.data.sources.document import SourceError
-from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture
@@ -112,16 +113,23 @@ def test_a_damaged_cache_is_named(prepare, tmp_path, pattern, left, message):
 @pytest.mark.timeout(60)
 def test_several_at_once_find_one_build(prepare, tmp_path, monkeypatch):
     write_jsonl(tmp_path / "documents.jsonl", ["abc"] * 20)
-    calls, sources = [], []
-    load = module.load_documents
-    monkeypatch.setattr(module, "load_documents", lambda *args, **kw: (calls.append(len(calls)), load(*args, **kw))[1])
+    sources, tokenized, planned = [], [], []
+    encode, pack = Tokenizer.encode_batch, module.pack
+
+    def encode_slowly(self, texts, **options):
+        time.sleep(0.3)
+        tokenized.extend(texts)
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode_slowly)
+    monkeypatch.setattr(module, "pack", lambda *args: (planned.append(1), pack(*args))[1])
     threads = [threading.Thread(target=lambda: sources.append(prepare())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len({source.fingerprint for source in sources}) == 1 and len(sources) == 4
-    assert len(list((tmp_path / "cache" / "torchtitan_lite").glob("*.plan"))) == 1
+    assert tokenized == ["abc"] * 20 and planned == [1]
 
 
 def test_bad_records_are_an_error_or_counted(prepare, tmp_path, caplog):

@@ -2,6 +2,9 @@ import pytest
 
 from torchtitan_lite.observability.throughput import Throughput
 
+# A row of one document, but for its tokens.
+PLAIN = dict(rows=1, documents=1, document_pairs=1, causal_pairs=2, padding=0, flops=0, data_wait_s=0.0)
+
 
 class Clock:
     now = 100.0
@@ -53,17 +56,7 @@ def test_summary_by_hand():
 def test_each_summary_covers_its_own_interval():
     clock = Clock()
     throughput = Throughput(world_size=1, peak_flops=1e12, clock=clock)
-    step = dict(
-        tokens=10,
-        targets=10,
-        rows=1,
-        documents=1,
-        document_pairs=1,
-        causal_pairs=2,
-        padding=0,
-        flops=0,
-        data_wait_s=0.0,
-    )
+    step = {**PLAIN, "tokens": 10, "targets": 10}
     throughput.add(**step)
     clock.now += 100
     assert throughput.summary()["tps"] == 0.1
@@ -75,17 +68,7 @@ def test_each_summary_covers_its_own_interval():
 def test_half_masked_batch_shows_in_supervised_tps_only():
     clock = Clock()
     throughput = Throughput(world_size=1, peak_flops=1e12, clock=clock)
-    throughput.add(
-        tokens=64,
-        targets=32,
-        rows=1,
-        documents=1,
-        document_pairs=1,
-        causal_pairs=2,
-        padding=0,
-        flops=0,
-        data_wait_s=0.0,
-    )
+    throughput.add(**PLAIN, tokens=64, targets=32)
     clock.now += 1
     summary = throughput.summary()
     assert (summary["tps"], summary["supervised_tps"]) == (64, 32)

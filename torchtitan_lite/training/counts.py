@@ -26,14 +26,14 @@ class Counts:
     @classmethod
     def of(cls, batches: list[Batch], args: ModelArgs) -> Counts:
         specs = args.mask_specs
+        within = MaskSpec(document=True)
+        pairs = {spec: sum(attended_pairs(batch.document_ids, spec) for batch in batches) for spec in {*specs, within}}
         return cls(
             targets=sum(num_targets(batch) for batch in batches),
             tokens=sum(int((batch.document_ids != PADDING_ID).sum()) for batch in batches),
             documents=sum(int((batch.document_ids.amax(dim=1) + 1).sum()) for batch in batches),
-            document_pairs=sum(attended_pairs(batch.document_ids, MaskSpec(document=True)) for batch in batches),
-            pairs=sum(
-                specs.count(spec) * attended_pairs(batch.document_ids, spec) for batch in batches for spec in set(specs)
-            ),
+            document_pairs=pairs[within],
+            pairs=sum(pairs[spec] for spec in specs),
         )
 
     def over_ranks(self) -> Counts:
