@@ -69,7 +69,7 @@ def test_selective_options_that_work(option):
 
 def test_shard_degree_against_processes():
     problem = only_problem("--parallelism.data_parallel_shard_degree=3", world_size=4)
-    assert "data_parallel_shard_degree=3" in problem and "is not 4" in problem
+    assert "dp_shard 3 x" in problem and "that makes 3, not 4" in problem
     assert check("--parallelism.data_parallel_shard_degree=4", world_size=4) == []
 
 

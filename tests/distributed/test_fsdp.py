@@ -12,7 +12,7 @@ from toy_run import TOY, read_metrics, toy_config
 
 from torchtitan_lite.config.schema import ActivationCheckpoint, Checkpoint, Config, Optimizer
 from torchtitan_lite.distributed.fsdp import shard_model
-from torchtitan_lite.distributed.mesh import build_mesh, init_distributed, world_from_environment
+from torchtitan_lite.distributed.mesh import Degrees, Mesh, init_distributed, world_from_environment
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.init import init_weights
 from torchtitan_lite.models.llama3.model import Transformer
@@ -73,7 +73,7 @@ def sharded(args: ModelArgs, compile_backend: str | None = None, mode: str = "no
     apply_activation_checkpoint(model, ActivationCheckpoint(mode))
     if compile_backend is not None:
         compile_blocks(model, compile_backend)
-    shard_model(model, build_mesh(world, -1), torch.float32, torch.float32)
+    shard_model(model, Mesh("cpu", Degrees(dp_shard=world.size), world.rank).fsdp, torch.float32, torch.float32)
     model.to_empty(device="cpu")
     init_weights(model, args, seed=0)
     full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
@@ -141,7 +141,7 @@ def test_one_rank_is_bitwise_the_model_without_fsdp(one_rank):
     for shard in (False, True):
         model = Transformer(ARGS)
         if shard:
-            shard_model(model, build_mesh(one_rank, -1), torch.float32, torch.float32)
+            shard_model(model, Mesh("cpu", Degrees(), 0).fsdp, torch.float32, torch.float32)
         init_weights(model, ARGS, seed=0)
         loss = model(tokens, document_ids, labels=labels, loss_fn=LinearCrossEntropy())
         loss.backward()
@@ -154,7 +154,7 @@ def test_one_rank_is_bitwise_the_model_without_fsdp(one_rank):
 
 def test_bf16_computes_in_bf16_over_fp32_masters(one_rank):
     model = Transformer(replace(ARGS, n_layers=1))
-    shard_model(model, build_mesh(one_rank, -1), torch.bfloat16, torch.float32)
+    shard_model(model, Mesh("cpu", Degrees(), 0).fsdp, torch.bfloat16, torch.float32)
     init_weights(model, ARGS, seed=0)
     seen = {}
 
@@ -177,7 +177,7 @@ def mixed_norm() -> tuple[float, list[float]]:
     """A parameter sharded over the ranks, one replicated as a DTensor and a plain one: gradients [2, 4], 5 and 6."""
     world = world_from_environment()
     init_distributed(world, timeout_seconds=60)
-    mesh = build_mesh(world, -1)
+    mesh = Mesh("cpu", Degrees(dp_shard=world.size), world.rank).fsdp
     gradients = [
         distribute_tensor(torch.tensor([2.0, 4.0]), mesh, [Shard(0)]),
         distribute_tensor(torch.tensor([5.0]), mesh, [Replicate()]),
@@ -203,7 +203,7 @@ def checkpointed(folder: Path, save: bool) -> dict[str, torch.Tensor]:
     world = world_from_environment()
     init_distributed(world, timeout_seconds=60)
     model = Transformer(ARGS)
-    shard_model(model, build_mesh(world, -1), torch.float32, torch.float32)
+    shard_model(model, Mesh("cpu", Degrees(dp_shard=world.size), world.rank).fsdp, torch.float32, torch.float32)
     init_weights(model, ARGS, seed=0 if save else 1)
     optimizer = build_optimizer(model, OPTIMIZER)
     manager = CheckpointManager(Checkpoint(enable=True, async_mode="async"), folder, model, optimizer)

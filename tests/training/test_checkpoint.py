@@ -11,7 +11,7 @@ from toy_run import TOY
 
 from torchtitan_lite.config.schema import Checkpoint, Optimizer
 from torchtitan_lite.distributed.fsdp import shard_model
-from torchtitan_lite.distributed.mesh import build_mesh
+from torchtitan_lite.distributed.mesh import Degrees, Mesh
 from torchtitan_lite.models.llama3.init import init_weights
 from torchtitan_lite.models.llama3.model import Transformer
 from torchtitan_lite.training.checkpoint import (
@@ -31,7 +31,9 @@ class Run:
 
     def __init__(self, world, folder: Path, *, seed=0, optimizer=None, args=ARGS, **settings) -> None:
         self.model = Transformer(args)
-        shard_model(self.model, build_mesh(world, -1), torch.float32, torch.float32)
+        shard_model(
+            self.model, Mesh("cpu", Degrees(dp_shard=world.size), world.rank).fsdp, torch.float32, torch.float32
+        )
         init_weights(self.model, args, seed)
         self.optimizer = build_optimizer(self.model, optimizer or Optimizer())
         self.manager = CheckpointManager(Checkpoint(enable=True, **settings), folder, self.model, self.optimizer)

@@ -19,6 +19,7 @@ from torchtitan_lite.config.load import ConfigError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.sources.resolve import check_sources
 from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
+from torchtitan_lite.distributed.mesh import Degrees, resolve_degrees
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.flavors import join_flavor, model_args, split_flavor
@@ -46,6 +47,10 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.keep_latest_k": 0,
     "checkpoint.load_step": -1,
     "comm.init_timeout_seconds": 1,
+    "comm.train_timeout_seconds": 1,
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 0,
     "comm.data_timeout_seconds": 1,
 }
 SHARES = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
@@ -53,12 +58,14 @@ SHARES = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
 
 @dataclass(frozen=True)
 class _Run:
-    """What the rules look at. ``args`` is None where the model's shape is itself at fault."""
+    """What the rules look at. ``args`` is None where the model's shape is itself at fault, ``degrees`` where they do not
+    fit the number of processes."""
 
     config: Config
     world_size: int
     device_type: str
     args: ModelArgs | None
+    degrees: Degrees | None
 
 
 def check_config(config: Config, *, world_size: int, device_type: str) -> list[str]:
@@ -73,7 +80,12 @@ def check_config(config: Config, *, world_size: int, device_type: str) -> list[s
         args = model_args(config.model.flavor, dataclasses.asdict(config.model.args))
     except ValueError as error:
         problems.append(f"model.flavor={config.model.flavor} with model.args: {error}")
-    run = _Run(config, world_size, device_type, args)
+    degrees = None
+    try:
+        degrees = resolve_degrees(config.parallelism, world_size)
+    except ValueError as error:
+        problems.append(str(error))
+    run = _Run(config, world_size, device_type, args, degrees)
     for rule in _RULES:
         problems.extend(rule(run))
     if problems:
@@ -101,17 +113,10 @@ def _ranges(run: _Run) -> Iterator[str]:
         )
 
 
-def _parallelism(run: _Run) -> Iterator[str]:
-    degree = run.config.parallelism.data_parallel_shard_degree
-    if degree not in (-1, run.world_size):
-        yield (
-            f"parallelism.data_parallel_shard_degree={degree}: the degrees must multiply to the number of processes, "
-            f"{degree} x 1 is not {run.world_size} (NGPU); set -1 or {run.world_size}"
-        )
-
-
 def _batch(run: _Run) -> Iterator[str]:
-    training, ranks = run.config.training, run.world_size
+    if run.degrees is None:
+        return
+    training, ranks = run.config.training, run.degrees.dp
     rows = training.local_batch_size * ranks
     given = training.global_batch_size
     if given == -1 or rows < 1:
@@ -236,7 +241,6 @@ def _metrics(run: _Run) -> Iterator[str]:
 
 _RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
     _ranges,
-    _parallelism,
     _batch,
     _sequence,
     _attention,

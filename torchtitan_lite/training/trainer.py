@@ -26,7 +26,13 @@ from torchtitan_lite.data.packing.plan import resolved_max_documents
 from torchtitan_lite.data.streaming.stream_loader import StreamLoader, build_stream_loader
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.distributed.fsdp import shard_model
-from torchtitan_lite.distributed.mesh import build_mesh, data_parallel_place, init_distributed, world_from_environment
+from torchtitan_lite.distributed.mesh import (
+    Mesh,
+    data_parallel_place,
+    init_distributed,
+    resolve_degrees,
+    world_from_environment,
+)
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
@@ -59,8 +65,9 @@ class Trainer:
         self.world = world_from_environment()
         self.device = self.world.device
         self.main_rank = self.world.rank == 0
-        self.dp = data_parallel_place(self.world.rank, dp_shard=self.world.size)
         warnings = check_config(config, world_size=self.world.size, device_type=self.device.type)
+        self.degrees = resolve_degrees(config.parallelism, self.world.size)
+        self.dp = data_parallel_place(self.world.rank, self.degrees)
         self.dump_folder = Path(config.job.dump_folder)
         processes = "process" if self.world.size == 1 else "processes"
         logger.info(f"{config.job.description}: {self.world.size} {processes} on {self.device.type}")
@@ -130,8 +137,8 @@ class Trainer:
             compile_blocks(model, config.compile.backend)
             logger.info("Compiling: the first step will take a minute or more")
         reduce_dtype = resolve_param_dtype(config.training.mixed_precision_reduce, self.device.type)
-        mesh = build_mesh(self.world, config.parallelism.data_parallel_shard_degree)
-        shard_model(model, mesh, self.param_dtype, reduce_dtype)
+        mesh = Mesh(self.device.type, self.degrees, self.world.rank)
+        shard_model(model, mesh.fsdp, self.param_dtype, reduce_dtype)
         model.to_empty(device=self.device)
         init_weights(model, self.args, config.training.seed)
         dtype = str(self.param_dtype).removeprefix("torch.")
