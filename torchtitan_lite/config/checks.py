@@ -58,8 +58,8 @@ SHARES = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
 
 @dataclass(frozen=True)
 class _Run:
-    """What the rules look at. ``args`` is None where the model's shape is itself at fault, ``degrees`` where they do not
-    fit the number of processes."""
+    """What the rules look at. ``args`` is None where the model's shape is itself at fault, ``degrees`` where they do
+    not fit the number of processes."""
 
     config: Config
     world_size: int

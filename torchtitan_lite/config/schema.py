@@ -186,8 +186,8 @@ class Training:
     """Type in which gradients are reduced over data-parallel ranks."""
 
     enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in CPU memory, and the optimizer's step there; the GPU holds what a
-    block needs while it runs."""
+    """Keep parameters, gradients and optimizer state in CPU memory and update them there; the GPU holds what a block
+    needs while it runs."""
 
     gc_freq: int = 50
     """Python's garbage collector runs every gc_freq steps, at the same step on every rank, and not in between."""
@@ -308,8 +308,8 @@ class Parallelism:
 
     fsdp_gradient_reduction: Literal["microbatch", "step"] = "microbatch"
     """When gradients are reduced under accumulation. microbatch: after each backward, so that only shards are kept
-    (copies of HSDP are summed once a step all the same); step: after the last, which saves communication and keeps whole
-    gradients meanwhile. Pipeline schedules always reduce once a step."""
+    (copies of HSDP are summed once a step all the same); step: after the last, which saves communication and keeps
+    whole gradients meanwhile. Pipeline schedules always reduce once a step."""
 
     tensor_parallel_degree: int = 1
     """Ranks that split each layer's heads and hidden units, the vocabulary, and, between layers, the sequence."""
@@ -329,8 +329,8 @@ class Parallelism:
         "ZBVZeroBubble",
         "DualPipeV",
     ] = "1F1B"
-    """Order of the microbatches' forwards and backwards, as torch.distributed.pipelining names them. 1F1B and GPipe have
-    one stage a rank, the others two or more."""
+    """Order of the microbatches' forwards and backwards, as torch.distributed.pipelining names them. 1F1B and GPipe
+    have one stage a rank, the others two or more."""
 
     pipeline_parallel_microbatch_size: int = 1
     """Rows of one microbatch of the pipeline."""
