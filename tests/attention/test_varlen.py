@@ -29,14 +29,15 @@ def offsets(cap: int | None = 4) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_opcheck(window, requires_grad):
-    arguments = (*flat_qkv(requires_grad=requires_grad), offsets(), window)
+    arguments = (*flat_qkv(requires_grad=requires_grad), offsets(), offsets(), window)
     results = torch.library.opcheck(varlen_attention, arguments, test_utils=OPCHECKS)
     assert results == dict.fromkeys(OPCHECKS, "SUCCESS")
 
 
 def test_log_sum_exp_is_that_of_the_attended_scores():
     q, k, v = flat_qkv(6, requires_grad=False)
-    _, lse = varlen_attention(q, k, v, torch.tensor([0, 2, 6], dtype=torch.int32), None)
+    cu_seqlens = torch.tensor([0, 2, 6], dtype=torch.int32)
+    _, lse = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, None)
     scores = torch.einsum("qhd,khd->qhk", q, k.repeat_interleave(2, dim=1)) / 8**0.5
     assert lse.shape == (6, 4) and lse.dtype == torch.float32
     torch.testing.assert_close(lse[1], scores[1, :, 0:2].logsumexp(-1))
@@ -48,11 +49,11 @@ def test_any_strides(window):
     """Views whose head_dim is not adjacent, and the expanded gradient of a plain sum, are read right."""
     inputs = flat_qkv()
     strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
-    outs = [varlen_attention(*x, offsets(), window)[0] for x in (inputs, strided)]
+    outs = [varlen_attention(*x, offsets(), offsets(), window)[0] for x in (inputs, strided)]
     assert torch.equal(*outs)
     grads = [torch.autograd.grad(out.sum(), x) for out, x in zip(outs, (inputs, strided), strict=True)]
     weighted = torch.autograd.grad(
-        (varlen_attention(*inputs, offsets(), window)[0] * torch.ones_like(outs[0])).sum(), inputs
+        (varlen_attention(*inputs, offsets(), offsets(), window)[0] * torch.ones_like(outs[0])).sum(), inputs
     )
     for plain, from_views, from_weights in zip(*grads, weighted, strict=True):
         assert torch.equal(plain, from_views) and torch.equal(plain, from_weights)
@@ -60,7 +61,7 @@ def test_any_strides(window):
 
 def test_log_sum_exp_has_no_gradient():
     """It is what backward needs; a gradient towards it would be lost without a word."""
-    out, lse = varlen_attention(*flat_qkv(), offsets(), None)
+    out, lse = varlen_attention(*flat_qkv(), offsets(), offsets(), None)
     assert out.requires_grad and not lse.requires_grad
 
 
@@ -70,7 +71,7 @@ def test_unused_places_change_nothing():
     assert tight[-1] == 24 and len(loose) > len(tight)
     results = []
     for cu_seqlens in (tight, loose):
-        out, _ = varlen_attention(*inputs, cu_seqlens, None)
+        out, _ = varlen_attention(*inputs, cu_seqlens, cu_seqlens, None)
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -80,7 +81,7 @@ def test_autocast_joins_fp32_rotations_with_bf16_values(window):
     q, k, v = flat_qkv(requires_grad=False)
     inputs = [q.requires_grad_(), k.requires_grad_(), v.bfloat16().requires_grad_()]
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = varlen_attention(*inputs, offsets(), window)
+        out, _ = varlen_attention(*inputs, offsets(), offsets(), window)
     assert out.dtype == torch.bfloat16
     grads = torch.autograd.grad(out.float().sum(), inputs)
     assert [grad.dtype for grad in grads] == [torch.float32, torch.float32, torch.bfloat16]

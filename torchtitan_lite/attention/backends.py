@@ -3,28 +3,40 @@
 A back-end has two steps. ``prepare(document_ids, spec)`` runs once per microbatch and distinct :class:`MaskSpec`, in
 the model's forward but outside the compiled blocks. ``forward(q, k, v, state, spec)`` runs inside them. The spec comes
 from the layer and not with the state so that a window is a constant of the compiled graph.
+
+Queries may be a part of the row, over the keys of all of it: ``prepare`` is then told which part, as chunks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchtitan_lite.attention.masks import MaskSpec
+from torchtitan_lite.attention.masks import Chunks, MaskSpec
 
 BLOCK_SIZE = 128
 """Tokens of a block of FlexAttention's mask; rows must be a multiple of it."""
 
 
 class AttentionBackend(Protocol):
-    """What every back-end offers; tensors are [batch, seq, heads, head_dim]."""
+    """What every back-end offers; tensors are [batch, seq, heads, head_dim].
 
-    def prepare(self, document_ids: Tensor, spec: MaskSpec) -> Any: ...
+    With ``chunks``, ``document_ids``, k and v are those of whole rows, and q holds the queries of the chunks only.
+    """
+
+    def prepare(self, document_ids: Tensor, spec: MaskSpec, chunks: Chunks | None = None) -> Any: ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, state: Any, spec: MaskSpec) -> Tensor: ...
+
+
+def attend_chunks(q: Tensor, states: tuple[Any, ...], attend: Callable[[Tensor, Any], Tensor]) -> Tensor:
+    """One kernel call a chunk: ``attend(queries, state)`` for each chunk of q [batch, queries, heads, head_dim]."""
+    parts = q.chunk(len(states), dim=1)
+    return torch.cat([attend(part, state) for part, state in zip(parts, states, strict=True)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -35,13 +47,15 @@ class Support:
     sliding_window: bool
     devices: tuple[str, ...]
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    context_parallel: bool = True
 
 
 # One row a back-end, or an engine of sdpa_block_causal. Configuration checks read this table before a model is built.
 SUPPORT: dict[tuple[str, str | None], Support] = {
     ("sdpa", None): Support(documents=False, sliding_window=False, devices=("cpu", "cuda")),
     ("sdpa_block_causal", "flash"): Support(True, True, devices=("cuda",), dtypes=("bfloat16",)),
-    ("sdpa_block_causal", "nested"): Support(True, False, devices=("cuda",)),
+    # Jagged SDPA has no causal rule for documents whose queries are fewer than their keys.
+    ("sdpa_block_causal", "nested"): Support(True, False, devices=("cuda",), context_parallel=False),
     ("sdpa_block_causal", "cpu"): Support(True, True, devices=("cpu",)),
     ("flex_block_causal", None): Support(True, True, devices=("cpu", "cuda")),
 }
@@ -79,7 +93,15 @@ def build_backend(attention: str, *, max_documents_per_row: int | None, varlen_e
     raise ValueError(f"unknown attention {attention!r}; there are {', '.join(ATTENTIONS)}")
 
 
-def unsupported(attention: str, *, device_type: str, dtype: torch.dtype, spec: MaskSpec, engine: str) -> list[str]:
+def unsupported(
+    attention: str,
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    spec: MaskSpec,
+    engine: str,
+    context_parallel_degree: int = 1,
+) -> list[str]:
     """Why this combination cannot run, one message a reason; empty if it can.
 
     ``engine`` is the setting model.varlen_engine, ``dtype`` the compute type of the run.
@@ -89,7 +111,7 @@ def unsupported(attention: str, *, device_type: str, dtype: torch.dtype, spec: M
     name = attention if resolved is None else f"{attention} with model.varlen_engine={resolved}"
     dtype_name = str(dtype).removeprefix("torch.")
 
-    windowed = spec.sliding_window is not None
+    windowed, split = spec.sliding_window is not None, context_parallel_degree > 1
     able = [  # what could stand in: it does at least what is asked of this one
         other if other_engine is None else f"{other} (model.varlen_engine={other_engine})"
         for (other, other_engine), s in SUPPORT.items()
@@ -97,6 +119,7 @@ def unsupported(attention: str, *, device_type: str, dtype: torch.dtype, spec: M
         and dtype_name in s.dtypes
         and s.documents >= support.documents
         and s.sliding_window >= windowed
+        and s.context_parallel >= split
     ]
     alternatives = ", ".join(able) or "nothing here"
 
@@ -111,5 +134,10 @@ def unsupported(attention: str, *, device_type: str, dtype: torch.dtype, spec: M
         problems.append(
             f"{name} computes in {' or '.join(support.dtypes)}, not in {dtype_name} (training.mixed_precision_param); "
             f"in {dtype_name} these do: {alternatives}"
+        )
+    if split and not support.context_parallel:
+        problems.append(
+            f"parallelism.context_parallel_degree={context_parallel_degree}: {name} cannot attend a part of a row's "
+            f"queries; these can: {alternatives}"
         )
     return problems

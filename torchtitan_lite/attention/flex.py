@@ -18,20 +18,20 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtitan_lite.attention.backends import BLOCK_SIZE
-from torchtitan_lite.attention.masks import MaskSpec, dense_mask, first_keys
+from torchtitan_lite.attention.masks import Chunks, MaskSpec, dense_mask, first_keys, query_ranges
 
 
 class FlexAttention:
     """FlexAttention on CUDA, dense-mask SDPA on CPU; the same mask in both."""
 
-    def prepare(self, document_ids: Tensor, spec: MaskSpec) -> BlockMask | Tensor:
-        """document_ids [batch, seq] -> BlockMask (CUDA) or bool [batch, 1, seq, seq] (CPU), on the same device."""
+    def prepare(self, document_ids: Tensor, spec: MaskSpec, chunks: Chunks | None = None) -> BlockMask | Tensor:
+        """document_ids [batch, seq] -> BlockMask (CUDA) or bool [batch, 1, queries, seq] (CPU), on the same device."""
         if document_ids.device.type == "cpu":
-            return dense_mask(document_ids, spec)
-        return block_mask(document_ids, spec)
+            return dense_mask(document_ids, spec, chunks)
+        return block_mask(document_ids, spec, chunks=chunks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, state: BlockMask | Tensor, spec: MaskSpec) -> Tensor:
-        """q [batch, seq, heads, head_dim], k and v [batch, seq, kv_heads, head_dim] -> like q."""
+        """q [batch, queries, heads, head_dim], k and v [batch, seq, kv_heads, head_dim] -> like q."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         gqa = k.shape[1] != q.shape[1]
         if isinstance(state, BlockMask):
@@ -53,29 +53,47 @@ def _flex_attention(*args, **kwargs) -> Tensor:
     return attend(*args, **kwargs)
 
 
-def block_mask(document_ids: Tensor, spec: MaskSpec, block_size: int = BLOCK_SIZE) -> BlockMask:
+def block_mask(
+    document_ids: Tensor, spec: MaskSpec, block_size: int = BLOCK_SIZE, chunks: Chunks | None = None
+) -> BlockMask:
     """The BlockMask of ``spec``, equal to what ``create_block_mask`` finds, in O((seq / block_size)^2).
 
-    Raises ValueError when ``seq`` is not a multiple of ``block_size``.
+    Its queries are those of ``chunks``, or of the whole row. Raises ValueError when ``seq`` or an end of a chunk is not
+    a multiple of ``block_size``.
     """
     seq = document_ids.shape[1]
     if seq % block_size:
         raise ValueError(f"flex_block_causal: seq_len {seq} is not a multiple of the block size {block_size}")
-    first = first_keys(document_ids, spec)  # [batch, seq], rising
-    blocks = torch.arange(seq // block_size, device=document_ids.device)
-    key_start = blocks * block_size
-    lowest = first[:, ::block_size, None]  # first key of the first query of a block: [batch, q_blocks, 1]
-    highest = first[:, block_size - 1 :: block_size, None]  # ... of its last query
+    if chunks is None:
+        first = first_keys(document_ids, spec)  # [batch, queries], rising along a chunk
 
+        def mask_mod(b, h, q_index, kv_index):
+            return (kv_index <= q_index) & (kv_index >= first[b, q_index])
+
+    else:
+        if any(end % block_size for chunk in chunks for end in chunk):
+            raise ValueError(f"flex_block_causal: chunks {chunks} do not consist of blocks of {block_size} tokens")
+        first, last = query_ranges(document_ids, spec, chunks)
+
+        def mask_mod(b, h, q_index, kv_index):
+            return (kv_index <= last[q_index]) & (kv_index >= first[b, q_index])
+
+    key_start = torch.arange(0, seq, block_size, device=document_ids.device)
     key_end = key_start + block_size - 1
-    attended = (key_end >= lowest) & (blocks <= blocks[:, None])  # some pair: [batch, q_blocks, kv_blocks]
-    full = (key_start >= highest) & (key_end <= key_start[:, None])  # every pair: no key after the first query
+    # A query block lies in one chunk. Of its first query: place in the row, [q_blocks, 1]
+    place = key_start[:, None] if chunks is None else last[::block_size, None]
+    lowest = first[:, ::block_size, None]  # ... and first key: [batch, q_blocks, 1]
+    highest = first[:, block_size - 1 :: block_size, None]  # first key of its last query
 
-    def mask_mod(b, h, q_index, kv_index):
-        return (kv_index <= q_index) & (kv_index >= first[b, q_index])
+    attended = (key_end >= lowest) & (key_start <= place)  # some pair: [batch, q_blocks, kv_blocks]
+    full = (key_start >= highest) & (key_end <= place)  # every pair: no key after the first query
 
     return BlockMask.from_kv_blocks(
-        *_ordered(attended & ~full), *_ordered(full), BLOCK_SIZE=block_size, mask_mod=mask_mod, seq_lengths=(seq, seq)
+        *_ordered(attended & ~full),
+        *_ordered(full),
+        BLOCK_SIZE=block_size,
+        mask_mod=mask_mod,
+        seq_lengths=(first.shape[1], seq),
     )
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from torchtitan_lite.attention.backends import resolve_engine
-from torchtitan_lite.attention.masks import MaskSpec, cumulative_lengths
+from torchtitan_lite.attention.backends import attend_chunks, resolve_engine
+from torchtitan_lite.attention.masks import Chunks, MaskSpec, chunk_offsets, cumulative_lengths
 from torchtitan_lite.attention.varlen_cpu import varlen_attention
 
 # torch 2.11 takes grouped heads as they are; later ones want to be told.
@@ -24,9 +24,11 @@ _FLASH_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_at
 
 
 class VarlenState(NamedTuple):
-    """Where the documents lie. ``cu_seqlens``: int32 [static number of documents + 1]."""
+    """Where the documents lie among the queries and among the keys: int32 [static number of documents + 1] each. The
+    last query of a document is aligned with its last key."""
 
-    cu_seqlens: Tensor
+    cu_q: Tensor
+    cu_k: Tensor
 
 
 class VarlenAttention:
@@ -41,29 +43,45 @@ class VarlenAttention:
         self.max_documents_per_row = max_documents_per_row
         self.engine = engine
 
-    def prepare(self, document_ids: Tensor, spec: MaskSpec) -> VarlenState:
-        """document_ids [batch, seq] -> offsets, on the same device, without a host sync."""
-        return VarlenState(cumulative_lengths(document_ids, spec, self.max_documents_per_row))
+    def prepare(
+        self, document_ids: Tensor, spec: MaskSpec, chunks: Chunks | None = None
+    ) -> VarlenState | tuple[VarlenState, ...]:
+        """document_ids [batch, seq] -> offsets, of each chunk if given, on the same device, without a host sync."""
+        cap = self.max_documents_per_row
+        if chunks is None:
+            cu_seqlens = cumulative_lengths(document_ids, spec, cap)
+            return VarlenState(cu_seqlens, cu_seqlens)
+        return tuple(VarlenState(*chunk_offsets(document_ids, spec, cap, chunk)) for chunk in chunks)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, state: VarlenState, spec: MaskSpec) -> Tensor:
-        """q [batch, seq, heads, head_dim], k and v [batch, seq, kv_heads, head_dim] -> like q."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, state: VarlenState | tuple[VarlenState, ...], spec: MaskSpec
+    ) -> Tensor:
+        """q [batch, queries, heads, head_dim], k and v [batch, seq, kv_heads, head_dim] -> like q."""
+        if isinstance(state, VarlenState):
+            return self._attend(q, k, v, state, spec)
+        return attend_chunks(q, state, lambda q, state: self._attend(q, k, v, state, spec))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, state: VarlenState, spec: MaskSpec) -> Tensor:
         engine = resolve_engine(self.engine, q.device.type, q.dtype)
-        seq = q.shape[1]
         flat = (x.flatten(0, 1) for x in (q, k, v))  # [batch * seq, heads, head_dim]
         if engine == "cpu":
-            out, _ = varlen_attention(*flat, state.cu_seqlens, spec.sliding_window)
+            out, _ = varlen_attention(*flat, *state, spec.sliding_window)
         elif engine == "flash":
-            out = _flash(*flat, state.cu_seqlens, seq, spec)
+            out = _flash(*flat, state, q.shape[1], k.shape[1], spec)
         else:
-            out = _nested(*flat, state.cu_seqlens, seq)
-        return out.view(q.shape)
+            if q.shape != k.shape[:2] + q.shape[2:]:
+                raise ValueError(
+                    f"engine nested: {q.shape[1]} queries over rows of {k.shape[1]} keys; it needs as many"
+                )
+            out = _nested(*flat, state.cu_q, q.shape[1])
+        return out.unflatten(0, q.shape[:2])
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, spec: MaskSpec) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, state: VarlenState, max_q: int, max_k: int, spec: MaskSpec) -> Tensor:
     # (left, right) count the tokens beside the query: a window of W is W - 1 to the left. The type matters: a tuple
     # equal to (-1, 0) is what switches the kernel's causal path on.
     window = (-1, 0) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=window, **_FLASH_GQA)
+    return varlen_attn(q, k, v, *state, max_q, max_k, window_size=window, **_FLASH_GQA)
 
 
 def _nested(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
