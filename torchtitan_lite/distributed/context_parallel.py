@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 
 def head_tail_chunks(seq: int, rank: int, degree: int) -> Chunks:
-    """The two stretches of a row that a rank holds, in the order in which it holds them.
+    """The two stretches of a row that a rank holds, in the order in which it holds them; all of it on one rank.
 
     Raises ValueError when ``seq`` is not a multiple of 2 x degree.
     """
+    if degree == 1:
+        return ((0, seq),)
     if seq % (2 * degree):
         raise ValueError(f"context parallelism of degree {degree} cuts rows into {2 * degree} chunks, not {seq} tokens")
     length = seq // (2 * degree)
@@ -41,6 +43,8 @@ def shard_batch(batch: Batch, rank: int, degree: int) -> Batch:
 
     Raises ValueError when ``seq`` is not a multiple of 2 x degree.
     """
+    if degree == 1:
+        return batch
     chunks = head_tail_chunks(batch.tokens.shape[1], rank, degree)
 
     def own(field: Tensor) -> Tensor:
