@@ -5,15 +5,24 @@ A wrong setting is answered here with its message alone, before there are proces
     CONFIG_FILE   the TOML file; relative to the working directory or else to the repository (default: the debug model)
     NGPU          processes, one a GPU (default: as many as there are visible GPUs; without any, 1 on the CPU)
     LOG_RANK      ranks whose log is shown (default: 0)
+
+For several nodes it is started on each of them, with the same values (docs/multinode.md):
+
+    NNODES        how many nodes there are (default: 1)
+    RDZV_ENDPOINT HOST:PORT, the place where they meet: one of the nodes, and a free port there
+    RDZV_ID       name of the run, different for each of those that meet at the same place (default: torchtitan_lite)
+    RDZV_TIMEOUT  seconds to wait for the other nodes (default: 600)
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_lite.config.load import ConfigError, load_config
+from torchtitan_lite.distributed.nodes import nodes_of_run
 from torchtitan_lite.observability.logging import init_logger
 
 REPO = Path(__file__).resolve().parent.parent
@@ -49,38 +58,61 @@ def launch(argv: list[str]) -> None:
     """Check, then train; returns when all processes have ended well. Raises ConfigError."""
     argv = with_config_file(argv)
     config = load_config(argv)  # --help ends here, before torch is imported
+
+    import torch
+
+    from torchtitan_lite.config.checks import check_config
+
+    # The processes make loggers of their own; here it shows whether LOG_RANK makes sense.
+    processes, nodes, _ = _all_of(lambda: process_count(torch.cuda.device_count()), nodes_of_run, _init_logger)
+    world_size = processes * (nodes.count if nodes else 1)
+    check_config(config, world_size=world_size, device_type="cuda" if torch.cuda.is_available() else "cpu")
+    if processes > 1:
+        # Left alone, each process would start a thread per core.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
+    command = [f"--nproc_per_node={processes}", str(REPO / "train.py"), *argv]
+    if nodes is None:
+        run_here(command)
+    else:
+        from torchtitan_lite.distributed.multinode import run_with_others
+
+        run_with_others(nodes, command)
+
+
+def _init_logger() -> None:
     try:
-        init_logger()  # the processes do the same; here only LOG_RANK is of interest
+        init_logger()
     except ValueError as error:
         raise ConfigError([str(error)]) from None
 
-    import torch
+
+def _all_of(*parts: Callable) -> list:
+    """What each returns. Raises ConfigError with the problems of all of them."""
+    results, problems = [], []
+    for part in parts:
+        try:
+            results.append(part())
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return results
+
+
+def run_here(command: list[str]) -> None:
+    """A run on this node alone."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    from torchtitan_lite.config.checks import check_config
+    from torchtitan_lite.distributed.multinode import first_failure
 
-    processes = process_count(torch.cuda.device_count())
-    check_config(config, world_size=processes, device_type="cuda" if torch.cuda.is_available() else "cpu")
-    if processes > 1:
-        # Left alone, each process would start a thread per core.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
     try:
         # --standalone takes a free port, so that runs side by side do not meet; the address spares a look-up of the
         # host's name, which not every container can answer.
-        torchrun(
-            [
-                "--standalone",
-                "--local_addr=127.0.0.1",
-                f"--nproc_per_node={processes}",
-                str(REPO / "train.py"),
-                *argv,
-            ]
-        )
+        torchrun(["--standalone", "--local_addr=127.0.0.1", *command])
     except ChildFailedError as error:  # the process has printed its own traceback
-        rank, failure = error.get_first_failure()
-        sys.exit(f"Rank {rank} ended with exit code {failure.exitcode}.")
+        sys.exit(first_failure(error))
     except SignalException as error:  # passed on to the processes, which have ended
         sys.exit(128 + error.sigval)
 

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,8 +15,13 @@ import tomli
 import torch
 import torch.distributed.run
 from packaging.requirements import Requirement
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from torchtitan_lite.config.load import ConfigError
+from torchtitan_lite.distributed import multinode
+from torchtitan_lite.distributed.failures import FOLLOWED
+from torchtitan_lite.distributed.nodes import Nodes
 
 REPO = Path(__file__).parents[2]
 
@@ -27,6 +33,8 @@ def load_script(name: str):
     return module
 
 
+NODES = ("NNODES", "RDZV_ENDPOINT", "RDZV_ID", "RDZV_TIMEOUT")
+
 launch = load_script("launch")
 check_env = load_script("check_env")
 
@@ -37,13 +45,15 @@ check_env = load_script("check_env")
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
     """What launch() hands to torchrun: an empty list until it does."""
-    for name in ("CONFIG_FILE", "NGPU", "LOG_RANK", "OMP_NUM_THREADS"):
+    for name in ("CONFIG_FILE", "NGPU", "LOG_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", *NODES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.chdir(tmp_path)
     arguments = []
     monkeypatch.setattr(torch.distributed.run, "main", arguments.extend)
+    monkeypatch.setattr(multinode, "torchrun", arguments.extend)
+    monkeypatch.setattr(multinode._Follower, "start", lambda self: None)
     return arguments
 
 
@@ -114,6 +124,104 @@ def test_wrong_log_rank_starts_nothing(launched, monkeypatch):
     with pytest.raises(ConfigError, match="LOG_RANK"):
         launch.launch([])
     assert launched == []
+
+
+# --- launch.py on several nodes --------------------------------------------------------------------------------------
+
+
+def set_nodes(monkeypatch, **variables):
+    for name, value in {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29400", **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # restored afterwards
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
+def test_several_nodes(launched, monkeypatch):
+    set_nodes(monkeypatch, NGPU="4", RDZV_ID="run", RDZV_TIMEOUT="30")
+    # The check knows of all eight processes: another degree would be refused.
+    launch.launch(["--parallelism.data_parallel_shard_degree=8"])
+    script = launched.index(str(REPO / "train.py"))
+    assert set(launched[:script]) == {
+        "--nnodes=2",
+        "--nproc_per_node=4",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:29400",
+        "--rdzv_id=run",
+        "--rdzv_conf=join_timeout=30",
+        "--local_addr=127.0.0.1",
+    }
+    assert launched[-1] == "--parallelism.data_parallel_shard_degree=8"
+    assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+    with pytest.raises(ConfigError, match="must make the 8 processes"):
+        launch.launch(["--parallelism.data_parallel_shard_degree=4"])
+
+
+@pytest.mark.parametrize(("address", "is_here", "serves"), [("10.0.0.5", True, 1), ("10.0.0.6", False, 0)])
+def test_who_serves_is_said_between_machines(launched, monkeypatch, address, is_here, serves):
+    set_nodes(monkeypatch, RDZV_ENDPOINT="[fd00::5]:29400")
+    monkeypatch.setattr(multinode, "local_address", lambda nodes: (address, is_here))
+    monkeypatch.setattr(multinode, "_wait_for_store", lambda nodes: launched.append("waited"))
+    launch.launch([])
+    assert f"--rdzv_conf=join_timeout=600,is_host={serves}" in launched
+    assert "--rdzv_endpoint=[fd00::5]:29400" in launched and f"--local_addr={address}" in launched
+    assert ("waited" in launched) is not is_here
+
+
+def test_everything_wrong_in_the_environment_is_told_together(launched, monkeypatch):
+    set_nodes(monkeypatch, NNODES="1:2", RDZV_ENDPOINT="node1", NGPU="none", LOG_RANK="first")
+    with pytest.raises(ConfigError) as caught:
+        launch.launch([])
+    assert [problem.partition("=")[0] for problem in caught.value.problems] == [
+        "NGPU",
+        "NNODES",
+        "RDZV_ENDPOINT",
+        "LOG_RANK",
+    ]
+    assert launched == []
+
+
+def failures(**exit_codes: int) -> ChildFailedError:
+    """Of ranks, {"r0": its exit code}."""
+    return ChildFailedError(
+        "train.py", {int(r[1:]): ProcessFailure(int(r[1:]), 1, code, "<N/A>") for r, code in exit_codes.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (failures(r3=1), "Rank 3 ended with exit code 1."),
+        (failures(r0=FOLLOWED, r1=-9, r2=FOLLOWED), "Rank 1 ended with exit code -9 (SIGKILL)."),
+        (failures(r0=FOLLOWED), "ends with the run. Rank 9 failed on node 7."),
+        (RendezvousTimeoutError(), "not all of the NNODES=2 nodes came to RDZV_ENDPOINT=localhost:29400"),
+        (RendezvousConnectionError(), "the launcher at RDZV_ENDPOINT=localhost:29400 has ended"),
+    ],
+)
+def test_how_a_node_ends(launched, monkeypatch, capsys, error, said):
+    def torchrun(arguments):
+        raise error
+
+    posted = []
+    monkeypatch.setattr(multinode, "torchrun", torchrun)
+    monkeypatch.setattr(multinode, "_LINGER_SECONDS", 0)
+    monkeypatch.setattr(multinode.FailureBoard, "post", lambda self, message: posted.append(message))
+    monkeypatch.setattr(multinode.FailureBoard, "read", lambda self: "Rank 9 failed on node 7.")
+    set_nodes(monkeypatch)
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    with pytest.raises(SystemExit) as caught:
+        launch.launch([])
+    for each, handler in zip((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), handlers, strict=True):
+        signal.signal(each, handler)
+    assert caught.value.code == 1
+    assert said in capsys.readouterr().err and said in posted[0]
+
+
+def test_a_meeting_place_where_nobody_listens():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(SystemExit, match=f"nobody listens at RDZV_ENDPOINT=127.0.0.1:{port} after RDZV_TIMEOUT=1 s"):
+        multinode._wait_for_store(Nodes(2, "127.0.0.1", port, "x", timeout=1))
 
 
 # --- run_train.sh and setup_env.sh, with a make-believe Python -------------------------------------------------------
