@@ -21,8 +21,7 @@ class RankPool:
     so the processes are replaced.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self) -> None:
         self._ranks: list[tuple[Any, Any]] = []  # (process, pipe)
 
     def __enter__(self) -> "RankPool":
@@ -32,8 +31,7 @@ class RankPool:
         self._stop()
 
     def run(self, ranks: int, function: Callable, *args: Any) -> list[Any]:
-        if not self._ranks:
-            self._start()
+        self._start(ranks - len(self._ranks))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -54,9 +52,9 @@ class RankPool:
                 raise AssertionError(f"{function.__name__} on rank {pipes.index(pipe)} of {ranks}:\n{failure}")
         return [results[pipe] for pipe in pipes]
 
-    def _start(self) -> None:
+    def _start(self, missing: int) -> None:
         context = multiprocessing.get_context("spawn")
-        for _ in range(self.size):
+        for _ in range(missing):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()

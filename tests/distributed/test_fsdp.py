@@ -1,17 +1,19 @@
 """FSDP2 as this project sets it up, on 1, 2 and 4 gloo ranks, against one process without any of it."""
 
 import hashlib
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy_run import TOY, read_metrics, toy_config
 
 from torchtitan_lite.config.schema import ActivationCheckpoint, Checkpoint, Config, Optimizer
-from torchtitan_lite.distributed.fsdp import shard_model
+from torchtitan_lite.distributed.fsdp import expect_backward, shard_model
 from torchtitan_lite.distributed.mesh import Degrees, Mesh, init_distributed, world_from_environment
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.init import init_weights
@@ -27,6 +29,25 @@ MAX_NORM = 0.5  # below the norms met here, so that clipping is at work
 # 7 and 51 do not divide by 2 or 4: ranks hold shards of different sizes, and of one norm weight nothing at all.
 ARGS = replace(TOY, vocab_size=51, ffn_hidden_dim=7, attention="sdpa_block_causal")
 OPTIMIZER = Optimizer(lr=1e-2)
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+class CountCollectives(TorchDispatchMode):
+    """How often the process group was asked for each collective, by the names in COLLECTIVES."""
+
+    NAMES = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name.startswith("c10d::"):
+            self.counts[self.NAMES[name.removeprefix("c10d::")]] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -64,16 +85,38 @@ def reference(args: ModelArgs) -> dict:
     return result
 
 
-def sharded(args: ModelArgs, compile_backend: str | None = None, mode: str = "none", local_rows: int = 2) -> dict:
+@dataclass(frozen=True)
+class Setting:
+    """How the same steps are run: copies of the model, rows of a microbatch, and the rest by its names elsewhere."""
+
+    copies: int = 1
+    compile_backend: str | None = None
+    mode: str = "none"
+    local_rows: int = 2
+    reduce_each: bool = True
+    reshard: bool = True
+    cpu_offload: bool = False
+
+
+def sharded(args: ModelArgs, setting: Setting = Setting()) -> dict:
     """The same steps on this rank of a group, through the project's parts and built as the trainer builds."""
     world = world_from_environment()
     init_distributed(world, timeout_seconds=60)
+    degrees = Degrees(dp_replicate=setting.copies, dp_shard=world.size // setting.copies)
+    mesh = Mesh("cpu", degrees, world.rank)
     with torch.device("meta"):
         model = Transformer(args)
-    apply_activation_checkpoint(model, ActivationCheckpoint(mode))
-    if compile_backend is not None:
-        compile_blocks(model, compile_backend)
-    shard_model(model, Mesh("cpu", Degrees(dp_shard=world.size), world.rank).fsdp, torch.float32, torch.float32)
+    apply_activation_checkpoint(model, ActivationCheckpoint(setting.mode))
+    if setting.compile_backend is not None:
+        compile_blocks(model, setting.compile_backend)
+    shard_model(
+        model,
+        mesh.fsdp,
+        torch.float32,
+        torch.float32,
+        reshard_after_forward=setting.reshard,
+        cpu_offload=setting.cpu_offload,
+    )
     model.to_empty(device="cpu")
     init_weights(model, args, seed=0)
     full = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
@@ -84,11 +127,16 @@ def sharded(args: ModelArgs, compile_backend: str | None = None, mode: str = "no
         batch = global_batch(step)
         targets = int((batch[1] != -100).sum())
         total = torch.zeros(())
-        for start in range(world.rank * local_rows, ROWS, world.size * local_rows):
-            tokens, labels, document_ids = (field[start : start + local_rows] for field in batch)
-            loss = model(tokens, document_ids, labels=labels, loss_fn=loss_fn) / targets
-            loss.backward()
-            total += loss.detach()
+        starts = range(world.rank * setting.local_rows, ROWS, world.size * setting.local_rows)
+        with CountCollectives() as mode:
+            for start in starts:
+                tokens, labels, document_ids = (field[start : start + setting.local_rows] for field in batch)
+                last = start == starts[-1]
+                expect_backward(model, last=last, reduce_each=setting.reduce_each, reshard_each=setting.reshard)
+                loss = model(tokens, document_ids, labels=labels, loss_fn=loss_fn) / targets
+                loss.backward()
+                total += loss.detach()
+        result["collectives"] = dict(mode.counts)  # of the last step
         torch.distributed.all_reduce(total)
         if step == 0:
             # On one rank the full tensor is the shard itself, which clipping is about to scale.
@@ -131,8 +179,65 @@ def test_tied_embeddings(rank_pool):
 
 @pytest.mark.parametrize("mode", ["none", "selective"])
 def test_compiled_blocks(rank_pool, expected, mode):
-    for result in rank_pool.run(2, sharded, ARGS, "aot_eager", mode):
+    for result in rank_pool.run(2, sharded, ARGS, Setting(compile_backend="aot_eager", mode=mode)):
         assert_equal_runs(result, expected)
+
+
+GROUPS = ARGS.n_layers + 2  # what is gathered and reduced by itself: each block, the embedding, the rest
+
+
+@pytest.mark.parametrize(
+    ("setting", "collectives"),
+    [  # of a step of two microbatches, on 4 ranks
+        (Setting(), {"all_gather": 2 * (2 * GROUPS - 1), "reduce_scatter": 2 * GROUPS}),  # the rest stays gathered
+        (Setting(reduce_each=False), {"all_gather": 2 * (2 * GROUPS - 1), "reduce_scatter": GROUPS}),
+        (Setting(reshard=False), {"all_gather": GROUPS, "reduce_scatter": 2 * GROUPS}),
+        (Setting(reshard=False, reduce_each=False), {"all_gather": GROUPS, "reduce_scatter": GROUPS}),
+        (
+            Setting(copies=2),
+            {"all_gather": 2 * (2 * GROUPS - 1), "reduce_scatter": 2 * GROUPS, "all_reduce": GROUPS},
+        ),
+        (Setting(copies=2, reshard=False, reduce_each=False), dict.fromkeys(COLLECTIVES, GROUPS)),
+        (Setting(copies=4), {"all_reduce": GROUPS}),
+        (
+            Setting(cpu_offload=True),
+            {"all_gather": 2 * (2 * GROUPS - 1), "reduce_scatter": 2 * GROUPS},
+        ),
+    ],
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in vars(value).items()) if isinstance(value, Setting) else "",
+)
+def test_accumulation_communicates_no_more_than_it_must(rank_pool, expected, setting, collectives):
+    for result in rank_pool.run(4, sharded, ARGS, replace(setting, local_rows=1)):
+        assert_equal_runs(result, expected)
+        assert result["collectives"] == collectives
+
+
+def late_parameter(reduce_each: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of two weights in bf16 over fp32 sums; the second is used in the last of two microbatches only."""
+    world = world_from_environment()
+    init_distributed(world, timeout_seconds=60)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleDict({"0": torch.nn.Linear(2, 2, bias=False), "1": torch.nn.Linear(2, 2, bias=False)})
+    model.tok_embeddings = model.output = None
+    model.forward = lambda x, both: model.layers["1"](model.layers["0"](x)) if both else model.layers["0"](x)
+    for layer in model.layers.values():
+        torch.nn.init.ones_(layer.weight)
+    mesh = Mesh("cpu", Degrees(dp_shard=world.size), world.rank)
+    shard_model(model, mesh.fsdp, torch.bfloat16, torch.float32)
+    for last in (False, True):
+        expect_backward(model, last=last, reduce_each=reduce_each, reshard_each=True)
+        model(torch.ones(1, 2, dtype=torch.bfloat16) * (world.rank + 1), last).sum().backward()
+    return tuple(layer.weight.grad.full_tensor() for layer in model.layers.values())
+
+
+@pytest.mark.parametrize("reduce_each", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_first_used_in_the_last_microbatch(rank_pool, ranks, reduce_each):
+    """With x = r + 1 on rank r: d/dW0 is x alone, then 2 x with the second layer; d/dW1 is W0 x = 2 x."""
+    for first, second in rank_pool.run(ranks, late_parameter, reduce_each):
+        x = sum(range(1, ranks + 1))
+        assert torch.equal(first, torch.full((2, 2), 3.0 * x))
+        assert torch.equal(second, torch.full((2, 2), 2.0 * x))
 
 
 def test_one_rank_is_bitwise_the_model_without_fsdp(one_rank):

@@ -63,6 +63,15 @@ class Place(NamedTuple):
     cp: int
     tp: int
 
+    def data_parallel_rank(self, degrees: Degrees) -> int:
+        """Which share of the rows it works on, of ``degrees.dp``."""
+        return self.dp_replicate * degrees.dp_shard + self.dp_shard
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this is the one rank, of those that work on the same rows, that counts and saves for all of them."""
+        return self.pp == self.cp == self.tp == 0
+
 
 class DataParallel(NamedTuple):
     """Which rows a process reads: those of place ``rank`` among ``degree``."""
@@ -119,8 +128,7 @@ def data_parallel_place(rank: int, degrees: Degrees) -> DataParallel:
 
     Ranks that differ only in their place along pp, cp or tp work on the same rows.
     """
-    place = degrees.place(rank)
-    return DataParallel(place.dp_replicate * degrees.dp_shard + place.dp_shard, degrees.dp)
+    return DataParallel(degrees.place(rank).data_parallel_rank(degrees), degrees.dp)
 
 
 def world_from_environment() -> World:

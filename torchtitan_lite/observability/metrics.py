@@ -36,7 +36,7 @@ class StepMetrics:
 
     step: int
     loss: float  # mean over the step's target tokens, of all ranks
-    max_loss: float  # largest mean of a rank
+    max_loss: float  # largest mean of a data-parallel rank
     grad_norm: float  # before clipping
     lr: float  # used by this step
     tokens_seen: int  # since the very start of the run, all ranks
@@ -47,6 +47,7 @@ class StepMetrics:
     padding_fraction: float
     documents_per_row: float
     mask_density: float  # pairs within a document, of those of plain causal attention
+    attention_imbalance: float  # attended pairs of the rank that has most, over the mean of all
     data_wait_fraction: float
     memory_gib: float
     memory_fraction: float
@@ -92,6 +93,7 @@ def tags(metrics: StepMetrics) -> dict[str, float]:
         "packing/padding(%)": 100 * metrics.padding_fraction,
         "packing/documents_per_row": metrics.documents_per_row,
         "packing/mask_density(%)": 100 * metrics.mask_density,
+        "parallel/attention_imbalance": metrics.attention_imbalance,
         **{f"packing/share_of_{name}(%)": 100 * share for name, share in metrics.shares.items()},
     }
 

@@ -71,14 +71,24 @@ class CheckpointManager:
     Args:
         config: the checkpoint section.
         folder: where the step-N folders lie.
-        model, optimizer: what is saved and loaded in place.
+        model, optimizer: what is saved and loaded in place; a rank's share of the parameters, under their names in the
+            whole model.
+        pp_group: the ranks that hold the other parameters.
     """
 
-    def __init__(self, config: Checkpoint, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        config: Checkpoint,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pp_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.config = config
         self.folder = folder
         self.model = model
         self.optimizer = optimizer
+        self.pp_group = pp_group
         self._pending: Future | None = None
         if config.async_mode == "async":
             # A background save on the default group would wait for the training step's collectives, and they for it.
@@ -184,12 +194,33 @@ class CheckpointManager:
         """Fill ``state`` from ``path``, and the model from it. DCP would drop keys and cast types without a word."""
         with _damage_named(path):
             stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        problems = _differences(stored, state)
-        if problems:
-            raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(problems))
+        if problems := self._differences(stored, state):
+            listed = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
+            raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(listed))
         with _damage_named(path):
             dcp.load(state, checkpoint_id=path)
         set_model_state_dict(self.model, state["model"])
+
+    def _differences(self, stored: dict[str, Any], state: STATE_DICT_TYPE) -> list[str]:
+        """What keeps ``state`` from being read out of a checkpoint with these entries, a line each; the same on all
+        pipeline stages, whose states make one."""
+        flat, _ = dcp._nested_dict.flatten_state_dict(state)
+        problems = [f"{key}: not in the checkpoint" for key in flat if key not in stored]
+        for key, value in flat.items():
+            entry = stored.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
+                if entry.size != value.shape:
+                    problems.append(f"{key}: {list(entry.size)} in the checkpoint, {list(value.shape)} here")
+                elif entry.properties.dtype != value.dtype:
+                    problems.append(f"{key}: {entry.properties.dtype} in the checkpoint, {value.dtype} here")
+        stages = [(list(flat), problems)]
+        if self.pp_group is not None:
+            stages = [None] * self.pp_group.size()
+            dist.all_gather_object(stages, (list(flat), problems), group=self.pp_group)
+        known = {key for keys, _ in stages for key in keys}
+        sections = tuple(f"{section}." for section in state)
+        unknown = [f"{key}: only in the checkpoint" for key in stored if key.startswith(sections) and key not in known]
+        return list(dict.fromkeys(problem for _, found in stages for problem in found)) + unknown
 
     def _finish_after(self, written: Future, path: Path, step: int) -> None:
         written.result()
@@ -221,19 +252,3 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{path} is damaged and cannot be read ({reasons}). Remove it, or name another step by checkpoint.load_step"
         ) from error
-
-
-def _differences(stored: dict[str, Any], state: STATE_DICT_TYPE) -> list[str]:
-    """What keeps ``state`` from being read out of a checkpoint with these entries, a line each, at most ten."""
-    flat, _ = dcp._nested_dict.flatten_state_dict(state)
-    sections = tuple(f"{section}." for section in state)
-    problems = [f"{key}: not in the checkpoint" for key in flat if key not in stored]
-    problems += [f"{key}: only in the checkpoint" for key in stored if key.startswith(sections) and key not in flat]
-    for key, value in flat.items():
-        entry = stored.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
-            if entry.size != value.shape:
-                problems.append(f"{key}: {list(entry.size)} in the checkpoint, {list(value.shape)} here")
-            elif entry.properties.dtype != value.dtype:
-                problems.append(f"{key}: {entry.properties.dtype} in the checkpoint, {value.dtype} here")
-    return problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])

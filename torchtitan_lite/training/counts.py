@@ -1,14 +1,21 @@
-"""What the batches of a step hold: the sums that its loss and its metrics are divided by."""
+"""What a step holds and loses: the sums over ranks that its gradients and metrics are made of.
+
+Ranks that differ in pp, cp or tp alone work on the same rows, so that each sum takes a number from one of them only.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_lite.attention.masks import MaskSpec
 from torchtitan_lite.data.collator import PADDING_ID, Batch, num_targets
+from torchtitan_lite.distributed.context_parallel import attended_pairs_by_rank
+from torchtitan_lite.distributed.mesh import Degrees, Place
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.observability.flops import attended_pairs
 
@@ -36,8 +43,47 @@ class Counts:
             pairs=sum(pairs[spec] for spec in specs),
         )
 
-    def over_ranks(self) -> Counts:
+    def over_ranks(self, place: Place) -> Counts:
         """The sum over all data-parallel ranks; through gloo, so that a GPU is not waited for."""
-        counts = torch.tensor(astuple(self))
+        counts = torch.tensor(astuple(self)) * place.counts_rows
         dist.all_reduce(counts)
         return Counts(*counts.tolist())
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of a step, and how evenly its attention fell on the ranks."""
+
+    mean: float  # over the targets of all ranks
+    max: float  # largest mean of a data-parallel rank; one without targets has lost nothing
+    attention_imbalance: float  # attended pairs of the rank that has most, over the mean of all ranks
+
+    @classmethod
+    def over_ranks(
+        cls, loss_sum: Tensor, batches: list[Batch], args: ModelArgs, degrees: Degrees, place: Place
+    ) -> StepLoss:
+        """The same on every rank, whichever of them has the last pipeline stage. Waits for the device.
+
+        Args:
+            loss_sum: scalar, the token losses that this rank has summed: those of its own tokens under context
+                parallelism, 0 where the last stage is elsewhere.
+            batches: the step's whole rows, of this rank's data-parallel rank.
+        """
+        # Of each data-parallel rank: its loss, its targets, and the pairs of each of its context-parallel ranks.
+        table = torch.zeros(degrees.dp, 2 + degrees.cp, dtype=torch.float64, device=loss_sum.device)
+        row = table[place.data_parallel_rank(degrees)]
+        if place.tp == 0:
+            row[0] = loss_sum
+        if place.counts_rows:
+            row[1] = sum(num_targets(batch) for batch in batches)
+            for spec, layers in Counter(args.mask_specs).items():
+                for batch in batches:
+                    pairs = attended_pairs_by_rank(batch.document_ids, spec, degrees.cp)
+                    row[2:] += layers * torch.tensor(pairs, dtype=row.dtype, device=row.device)
+        dist.all_reduce(table)
+        losses, targets, pairs = table[:, 0], table[:, 1], table[:, 2:]
+        return cls(
+            mean=(losses.sum() / targets.sum()).item(),
+            max=(losses / targets.clamp(min=1)).max().item(),
+            attention_imbalance=(pairs.max() / pairs.mean()).item(),
+        )

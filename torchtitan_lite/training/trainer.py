@@ -25,7 +25,8 @@ from torchtitan_lite.data.loader import RowLoader, build_loader
 from torchtitan_lite.data.packing.plan import resolved_max_documents
 from torchtitan_lite.data.streaming.stream_loader import StreamLoader, build_stream_loader
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.distributed.fsdp import shard_model
+from torchtitan_lite.distributed.context_parallel import shard_batch
+from torchtitan_lite.distributed.fsdp import expect_backward
 from torchtitan_lite.distributed.mesh import (
     Mesh,
     data_parallel_place,
@@ -33,6 +34,8 @@ from torchtitan_lite.distributed.mesh import (
     resolve_degrees,
     world_from_environment,
 )
+from torchtitan_lite.distributed.pipeline import Pipeline
+from torchtitan_lite.distributed.pipeline_plan import plan_stages
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
@@ -44,13 +47,12 @@ from torchtitan_lite.observability.metrics import MetricsLogger, StepMetrics, de
 from torchtitan_lite.observability.profiler import maybe_profile
 from torchtitan_lite.observability.progress import ProgressBar
 from torchtitan_lite.observability.throughput import Throughput
-from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lite.training.checkpoint import CheckpointManager, complete_steps
-from torchtitan_lite.training.compile import compile_blocks
-from torchtitan_lite.training.counts import Counts
+from torchtitan_lite.training.counts import Counts, StepLoss
 from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.lr_schedule import lr_factor
 from torchtitan_lite.training.optimizer import build_optimizer, clip_grad_norm
+from torchtitan_lite.training.parallelize import as_one, build_parts, reshards
 
 
 class Trainer:
@@ -67,6 +69,7 @@ class Trainer:
         self.main_rank = self.world.rank == 0
         warnings = check_config(config, world_size=self.world.size, device_type=self.device.type)
         self.degrees = resolve_degrees(config.parallelism, self.world.size)
+        self.place = self.degrees.place(self.world.rank)
         self.dp = data_parallel_place(self.world.rank, self.degrees)
         self.dump_folder = Path(config.job.dump_folder)
         processes = "process" if self.world.size == 1 else "processes"
@@ -88,17 +91,24 @@ class Trainer:
             max_documents_per_row=resolved_max_documents(config),
         )
         self.param_dtype = resolve_param_dtype(config.training.mixed_precision_param, self.device.type)
-        self.model = self._build_model()
+        self.mesh = Mesh(self.device.type, self.degrees, self.world.rank)
+        self.parts = self._build_parts()
+        self.model = as_one(self.parts)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         compile_loss = config.compile.enable and "loss" in config.compile.components
         self.loss_fn = LinearCrossEntropy(config.compile.backend if compile_loss else None)
+        self.pipeline = self._build_pipeline() if self.degrees.pp > 1 else None
 
         self.step = 0
         self.tokens_seen = 0
         self.norm_sum = torch.zeros((), device=self.device)  # of the steps since norms were last seen to be finite
         self.finite_step = 0
         self.checkpoint = CheckpointManager(
-            config.checkpoint, self.dump_folder / config.checkpoint.folder, self.model, self.optimizer
+            config.checkpoint,
+            self.dump_folder / config.checkpoint.folder,
+            self.model,
+            self.optimizer,
+            pp_group=self.mesh.pp.get_group(),
         )
         self._load_checkpoint()
 
@@ -126,28 +136,42 @@ class Trainer:
                 logger.info(line)
         return loader
 
-    def _build_model(self) -> Transformer:
-        """Meta device first, so that no rank ever holds more than its shard."""
+    def _build_parts(self) -> dict[int, Transformer]:
         config = self.config
-        with torch.device("meta"):
-            model = Transformer(self.args)
-        parameters = sum(p.numel() for p in model.parameters())
-        apply_activation_checkpoint(model, config.activation_checkpoint)
-        if config.compile.enable and "model" in config.compile.components:
-            compile_blocks(model, config.compile.backend)
-            logger.info("Compiling: the first step will take a minute or more")
-        reduce_dtype = resolve_param_dtype(config.training.mixed_precision_reduce, self.device.type)
-        mesh = Mesh(self.device.type, self.degrees, self.world.rank)
-        shard_model(model, mesh.fsdp, self.param_dtype, reduce_dtype)
-        model.to_empty(device=self.device)
+        parts = build_parts(config, self.args, self.mesh)
+        model = as_one(parts)
+        for part in parts.values():
+            part.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
         init_weights(model, self.args, config.training.seed)
+        local = sum(p.to_local().numel() for p in model.parameters())
         dtype = str(self.param_dtype).removeprefix("torch.")
         logger.info(
-            f"Model: {config.model.name} {config.model.flavor}, {parameters:,} parameters, computing in {dtype}"
+            f"Model: {config.model.name} {config.model.flavor}, {self.args.parameters:,} parameters, "
+            f"computing in {dtype}"
         )
+        if self.world.size > 1:
+            split = " x ".join(f"{name} {degree}" for name, degree in asdict(self.degrees).items() if degree > 1)
+            logger.info(f"Mesh: {split}; {local:,} parameters on this rank")
+        if config.compile.enable and "model" in config.compile.components:
+            logger.info("Compiling: the first step will take a minute or more")
         if self.args.attention == "flex_block_causal" and self.device.type == "cpu":
             info_once("FlexAttention has no CPU backward: its mask is applied through a dense-mask SDPA instead")
-        return model
+        return parts
+
+    def _build_pipeline(self) -> Pipeline:
+        parallelism = self.config.parallelism
+        rows, ranks_of_row = parallelism.pipeline_parallel_microbatch_size, self.degrees.cp * self.degrees.tp
+        return Pipeline(
+            self.parts,
+            num_stages=len(plan_stages(self.args.n_layers, parallelism)),
+            group=self.mesh.pp.get_group(),
+            schedule=parallelism.pipeline_parallel_schedule,
+            microbatch_size=rows,
+            hidden_shape=(rows, self.config.training.seq_len // ranks_of_row, self.args.dim),
+            hidden_dtype=self.param_dtype,
+            device=self.device,
+            loss_fn=self.loss_fn,
+        )
 
     def _load_checkpoint(self) -> None:
         if not self.config.checkpoint.enable:
@@ -229,20 +253,21 @@ class Trainer:
         began = time.perf_counter()
         batches = [next(self.batches) for _ in range(self.accumulation)]
         data_wait = time.perf_counter() - began
-        local = Counts.of(batches, self.args)
-        total = local.over_ranks()
+        total = Counts.of(batches, self.args).over_ranks(self.place)
         lr = self._set_lr()
-        torch.manual_seed(_step_seed(self.config.training.seed, self.step, self.dp.rank))
+        torch.manual_seed(self._step_seed())
 
         result = None
         if total.targets == 0:
             logger.warning(f"Step {self.step}: the global batch has no target token; the update is skipped")
         else:
             loss_sum = self._forward_backward(batches, total.targets)
-            grad_norm = clip_grad_norm(self.model.parameters(), self.config.training.max_norm)
+            grad_norm = clip_grad_norm(
+                self.model.parameters(), self.config.training.max_norm, pp_group=self.mesh.pp.get_group()
+            )
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.norm_sum += grad_norm
+            self.norm_sum += grad_norm.to(self.device)
             result = (loss_sum, grad_norm)
 
         self.loader.mark_trained(self.loader.global_batch_size)
@@ -251,19 +276,36 @@ class Trainer:
             self._require_finite()
         if result is None or not self._is_log_step():
             return None
-        return self._measure(*result, local, total, lr)
+        return self._measure(*result, batches, lr)
 
     def _forward_backward(self, batches: list[Batch], global_targets: int) -> Tensor:
         """Accumulate the gradients of (sum of token losses / target tokens of all ranks). Returns this rank's sum."""
         loss_sum = torch.zeros((), device=self.device)
-        for batch in batches:
-            batch = Batch(*(field.to(self.device, non_blocking=True) for field in batch))
+        if self.pipeline is not None:  # accumulation is more microbatches of the schedule
+            whole = Batch(*(torch.cat(fields) for fields in zip(*batches, strict=True)))
+            return self.pipeline.forward_backward(self._own_tokens(whole), global_targets)
+        reduce_each = self.config.parallelism.fsdp_gradient_reduction == "microbatch"
+        for i, batch in enumerate(batches):
+            batch = self._own_tokens(batch)
+            last = i == len(batches) - 1
+            expect_backward(self.model, last=last, reduce_each=reduce_each, reshard_each=reshards(self.config))
             loss = self.model(
                 batch.tokens, batch.document_ids, batch.positions, labels=batch.labels, loss_fn=self.loss_fn
             )
             (loss / global_targets).backward()
             loss_sum += loss.detach()
         return loss_sum
+
+    def _own_tokens(self, batch: Batch) -> Batch:
+        """The part of a batch's rows that is this rank's under context parallelism, on its device."""
+        batch = shard_batch(batch, self.place.cp, self.degrees.cp)
+        return Batch(*(field.to(self.device, non_blocking=True) for field in batch))
+
+    def _step_seed(self) -> int:
+        """Seed of all randomness (dropout, say) of this step on the tokens of this rank. Ranks that differ in tp or pp
+        alone share it: what they compute twice must come out the same."""
+        tokens = self.dp.rank * self.degrees.cp + self.place.cp
+        return ((self.config.training.seed * 1_000_003 + self.step) * 1_000_003 + tokens) % 2**63
 
     def _set_lr(self) -> float:
         config = self.config
@@ -280,7 +322,7 @@ class Trainer:
     def _save_if_due(self) -> None:
         if self._is_save_step():
             streamed = isinstance(self.loader, StreamLoader)
-            data_state = {self.dp.rank: self.loader.rank_state()} if streamed else None
+            data_state = {self.dp.rank: self.loader.rank_state()} if streamed and self.place.counts_rows else None
             self.checkpoint.save(self.step, self._state(), data_state)
 
     def _require_finite(self) -> None:
@@ -333,17 +375,15 @@ class Trainer:
         shares = self.loader.shares()
         return shares if len(shares) > 1 else {}
 
-    def _measure(self, loss_sum: Tensor, grad_norm: Tensor, local: Counts, total: Counts, lr: float) -> StepMetrics:
+    def _measure(self, loss_sum: Tensor, grad_norm: Tensor, batches: list[Batch], lr: float) -> StepMetrics:
         """Metrics of this step, the same on every rank (but for memory, which is this rank's)."""
-        loss_sum = loss_sum.double()
-        max_loss = loss_sum / max(local.targets, 1)  # a rank without targets has lost nothing
-        dist.all_reduce(loss_sum)
-        dist.all_reduce(max_loss, op=dist.ReduceOp.MAX)
+        loss = StepLoss.over_ranks(loss_sum, batches, self.args, self.degrees, self.place)
         memory_gib, memory_fraction = device_memory(self.device)
-        metrics = StepMetrics(
+        return StepMetrics(
             step=self.step,
-            loss=loss_sum.item() / total.targets,
-            max_loss=max_loss.item(),
+            loss=loss.mean,
+            max_loss=loss.max,
+            attention_imbalance=loss.attention_imbalance,
             grad_norm=grad_norm.item(),
             lr=lr,
             tokens_seen=self.tokens_seen,
@@ -352,12 +392,6 @@ class Trainer:
             shares=self._shares(),
             **self.throughput.summary(),
         )
-        return metrics
-
-
-def _step_seed(seed: int, step: int, rank: int) -> int:
-    """Seed of all randomness (dropout, say) of one step on one data-parallel rank."""
-    return ((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63
 
 
 @contextmanager

@@ -80,6 +80,12 @@ class ModelArgs:
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
         return self.n_layers * (attention + 3 * self.dim * self.ffn_hidden_dim) + self.dim * self.vocab_size
 
+    @property
+    def parameters(self) -> int:
+        """All weights; a tied output projection is none of its own."""
+        embedding = 0 if self.tie_embeddings else self.dim * self.vocab_size
+        return self.matmul_params + embedding + (2 * self.n_layers + 1) * self.dim
+
     def mask_spec(self, layer: int) -> MaskSpec:
         """The mask of one layer, counted from 0 over the whole model."""
         pattern = self.sliding_window_pattern or (True,)

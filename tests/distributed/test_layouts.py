@@ -1,0 +1,187 @@
+"""Every parallelism and their products, as whole training runs, against the same run in one process.
+
+The rows of a step differ in their documents and in their number of targets, and under pipeline parallelism each is a
+microbatch of its own. ``-m every_layout`` runs the full product; its table is kept in docs/parallelism.md.
+"""
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from toy_run import read_metrics, toy_config
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.mesh import DEGREE_KEYS, Degrees
+
+STEPS, ROWS, SEQ = 5, 8, 512
+ATTENTIONS = ("sdpa", "sdpa_block_causal", "flex_block_causal")
+
+# Of what is compared, the relative difference allowed in fp32.
+TOLERANCE = 1e-5
+CLIPPING, NO_CLIPPING = 0.1, 0.0  # norms here are about 1
+
+
+class Case(NamedTuple):
+    """One run. ``extra`` are settings that must not change the result."""
+
+    degrees: Degrees
+    attention: str
+    ac: str = "none"  # a mode, or selective's option
+    compiled: bool = False
+    max_norm: float = CLIPPING
+    window: bool = False  # every other layer sees 100 tokens
+    extra: tuple[tuple[str, object], ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{name}{degree}" for name, degree in vars(self.degrees).items() if degree > 1]
+        parts += [self.attention, f"ac_{self.ac}" * (self.ac != "none"), "compiled" * self.compiled]
+        parts += ["window" * self.window, "unclipped" * (self.max_norm == NO_CLIPPING)]
+        parts += [str(value) for _, value in self.extra]
+        return "-".join(filter(None, parts))
+
+    @property
+    def reference(self) -> "Case":
+        return Case(Degrees(), self.attention, max_norm=self.max_norm, window=self.window)
+
+    def config(self, folder: Path, documents: Path) -> Config:
+        settings = {
+            "model.args.n_layers": 4,
+            "model.flavor": f"debugmodel_{self.attention}" if self.attention != "sdpa" else "debugmodel",
+            "training.seq_len": SEQ,
+            "training.local_batch_size": min(4, ROWS // self.degrees.dp),
+            "training.global_batch_size": ROWS,
+            "training.steps": STEPS,
+            "training.max_norm": self.max_norm,
+            "data.packing": "greedy",
+            "optimizer.lr": 1e-3,
+            "activation_checkpoint.mode": self.ac if self.ac in ("none", "full") else "selective",
+            "activation_checkpoint.selective_ac_option": self.ac if self.ac not in ("none", "full") else "op",
+            "compile.enable": self.compiled,
+            "compile.backend": "aot_eager",
+        }
+        if self.window:
+            settings |= {"model.args.sliding_window": 100, "model.args.sliding_window_pattern": [False, True]}
+        for name, degree in vars(self.degrees).items():
+            settings[f"parallelism.{DEGREE_KEYS[name]}"] = degree
+        return toy_config(folder, documents, **settings, **dict(self.extra))
+
+
+def train(config: Config) -> None:
+    from torchtitan_lite.training.trainer import Trainer  # seconds that the ranks of the other tests are spared
+
+    Trainer(config).train()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Documents of 1 to 400 words: rows hold from one to dozens, and are filled unevenly."""
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    words = random.Random(1)
+    with path.open("w") as file:
+        for _ in range(400):
+            length = int(math.exp(words.uniform(0, math.log(400))))
+            text = " ".join(words.choice(["the", "cat", "sat", "on", "a", "mat", "42"]) for _ in range(length))
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def logged(rank_pool, texts, tmp_path_factory):
+    """Call it with a case for what its run logged, a dict a step."""
+    runs: dict[Case, list[dict]] = {}
+
+    def run(case: Case) -> list[dict]:
+        if case not in runs:
+            folder = tmp_path_factory.mktemp("run")
+            rank_pool.run(case.degrees.world_size, train, case.config(folder, texts))
+            runs[case] = read_metrics(folder)
+        return runs[case]
+
+    return run
+
+
+def differences(got: list[dict], expected: list[dict]) -> dict[str, float]:
+    """Largest relative difference of each number over the steps."""
+    assert [entry["step"] for entry in got] == [entry["step"] for entry in expected] == list(range(1, STEPS + 1))
+    return {
+        name: max(abs(a[name] / b[name] - 1) for a, b in zip(got, expected, strict=True))
+        for name in ("loss", "grad_norm")
+    }
+
+
+LAYOUTS = {
+    "dp2": Degrees(dp_shard=2),
+    "dp4": Degrees(dp_shard=4),
+    "hsdp2x2": Degrees(dp_replicate=2, dp_shard=2),
+    "tp2": Degrees(tp=2),
+    "cp2": Degrees(cp=2),
+    "pp2": Degrees(pp=2),
+    "dp2tp2": Degrees(dp_shard=2, tp=2),
+    "dp2cp2": Degrees(dp_shard=2, cp=2),
+    "dp2pp2": Degrees(dp_shard=2, pp=2),
+    "tp2cp2": Degrees(tp=2, cp=2),
+    "tp2pp2": Degrees(tp=2, pp=2),
+    "cp2pp2": Degrees(cp=2, pp=2),
+}
+# Modes dealt out over the cases, so that each meets several layouts and attentions.
+_MODES = itertools.cycle(
+    [
+        ("none", False, CLIPPING, False),
+        ("op", False, CLIPPING, True),
+        ("full", True, NO_CLIPPING, False),
+        ("op", True, CLIPPING, False),
+        ("2", False, NO_CLIPPING, True),
+        ("none", True, CLIPPING, True),
+        ("full", False, CLIPPING, False),
+    ]
+)
+
+
+def _case(degrees: Degrees, attention: str) -> Case:
+    ac, compiled, max_norm, window = next(_MODES)
+    return Case(degrees, attention, ac, compiled, max_norm, window and attention != "sdpa")
+
+
+def _schedule(name: str, **settings) -> tuple[tuple[str, object], ...]:
+    return (("parallelism.pipeline_parallel_schedule", name), *settings.items())
+
+
+CASES = [_case(degrees, attention) for degrees in LAYOUTS.values() for attention in ATTENTIONS]
+CASES += [
+    Case(Degrees(pp=2, dp_shard=2, tp=2), "sdpa_block_causal", "op", True),
+    Case(Degrees(dp_shard=2, cp=2, tp=2), "flex_block_causal", "full", window=True),
+    Case(Degrees(pp=2, tp=2), "sdpa_block_causal", extra=_schedule("Interleaved1F1B")),
+    Case(Degrees(pp=2, dp_replicate=2), "flex_block_causal", extra=_schedule("GPipe")),
+    Case(Degrees(dp_replicate=2, tp=2), "sdpa_block_causal", "op"),
+    Case(Degrees(dp_shard=2, cp=2), "sdpa_block_causal", extra=(("parallelism.fsdp_gradient_reduction", "step"),)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layout_trains_as_one_process_does(logged, case):
+    got, expected = logged(case), logged(case.reference)
+    worst = differences(got, expected)
+    assert max(worst.values()) < TOLERANCE, worst
+    for name in ("tokens_seen", "padding_fraction", "documents_per_row", "mask_density", "lr"):
+        assert [entry[name] for entry in got] == [entry[name] for entry in expected], name
+    assert all((entry["grad_norm"] > CLIPPING) for entry in got)
+    if case.degrees.dp > 1:
+        assert all(entry["max_loss"] > entry["loss"] for entry in got)
+
+
+def test_the_rows_are_as_different_as_the_cases_need(logged, texts, tmp_path):
+    from torchtitan_lite.data.loader import build_loader
+    from torchtitan_lite.data.tokenizer import load_tokenizer
+
+    config = CASES[0].reference.config(tmp_path, texts)
+    tokenizer = load_tokenizer(config.model.hf_assets_path)
+    loader = iter(build_loader(config, tokenizer, dp_rank=0, dp_degree=1, device_type="cpu"))
+    for _ in range(2 * STEPS):
+        batch = next(loader)
+        layouts = {tuple(row.tolist()) for row in batch.document_ids}
+        targets = {int((row != -100).sum()) for row in batch.labels}
+        assert len(layouts) == len(targets) == 4

@@ -1,0 +1,77 @@
+"""From the arguments of a model to what this rank holds of it, on the meta device: every parallelism, in its order.
+
+The model's own code knows of none of this. Each step rewrites the modules that the step before it left.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.distributed.context_parallel import apply_context_parallel
+from torchtitan_lite.distributed.fsdp import shard_model
+from torchtitan_lite.distributed.mesh import Mesh
+from torchtitan_lite.distributed.pipeline import cut_stage
+from torchtitan_lite.distributed.pipeline_plan import plan_stages, stages_of_rank
+from torchtitan_lite.distributed.precision import resolve_param_dtype
+from torchtitan_lite.distributed.tensor_parallel import apply_tensor_parallel
+from torchtitan_lite.models.llama3.args import ModelArgs
+from torchtitan_lite.models.llama3.model import Transformer
+from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lite.training.compile import compile_blocks
+
+
+def build_parts(config: Config, args: ModelArgs, mesh: Mesh) -> dict[int, Transformer]:
+    """What this rank holds, by the number of the pipeline stage (the whole model is stage 0): sharded, on the meta
+    device.
+
+    No rank ever holds more than its shard of anything: call ``to_empty`` on each part, then fill it.
+    """
+    device_type = mesh.fsdp.device_type
+    parallelism, stages = config.parallelism, [range(args.n_layers)]
+    if mesh.degrees.pp > 1:
+        stages = plan_stages(args.n_layers, parallelism)
+    own = stages_of_rank(parallelism.pipeline_parallel_schedule, mesh.place.pp, mesh.degrees.pp, len(stages))
+    parts = {}
+    for stage in own if mesh.degrees.pp > 1 else (0,):
+        with torch.device("meta"):
+            part = Transformer(args)
+        cut_stage(part, stages[stage], first=stage == 0, last=stage == len(stages) - 1)
+        if mesh.degrees.tp > 1:
+            apply_tensor_parallel(part, mesh.tp, async_tp=config.parallelism.enable_async_tensor_parallel)
+        if mesh.degrees.cp > 1:
+            apply_context_parallel(part, mesh.cp)
+        apply_activation_checkpoint(part, config.activation_checkpoint)
+        if config.compile.enable and "model" in config.compile.components:
+            compile_blocks(part, config.compile.backend)
+        shard_model(
+            part,
+            mesh.fsdp,
+            resolve_param_dtype(config.training.mixed_precision_param, device_type),
+            resolve_param_dtype(config.training.mixed_precision_reduce, device_type),
+            reshard_after_forward=reshards(config),
+            cpu_offload=config.training.enable_cpu_offload,
+        )
+        parts[stage] = part
+    return parts
+
+
+def reshards(config: Config) -> bool:
+    """Whether gathered parameters are freed between a block's forward and its backward."""
+    policy = config.parallelism.fsdp_reshard_after_forward
+    return policy == "always" or (policy == "default" and config.parallelism.pipeline_parallel_degree == 1)
+
+
+def as_one(parts: dict[int, Transformer]) -> nn.Module:
+    """One module with the parameters of all parts under their names in the whole model: what is initialised, optimised
+    and saved. It has no forward, unless there is but one part."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    one = nn.Module()
+    one.layers = nn.ModuleDict({name: layer for part in parts.values() for name, layer in part.layers.items()})
+    for name in ("tok_embeddings", "norm", "output"):
+        for part in parts.values():
+            if getattr(part, name) is not None:
+                one.add_module(name, getattr(part, name))
+    return one
