@@ -73,6 +73,58 @@ def test_shard_degree_against_processes():
     assert check("--parallelism.data_parallel_shard_degree=4", world_size=4) == []
 
 
+TP, CP, PP = (
+    f"--parallelism.{name}_parallel_degree=2" for name in ("tensor", "context", "pipeline")
+)  # with two processes or a multiple
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "words"),
+    [
+        ([TP, "--model.args.n_kv_heads=1"], 2, ["tensor_parallel_degree=2", "n_kv_heads=1"]),
+        ([TP, "--training.seq_len=511"], 2, ["tensor_parallel_degree=2", "511"]),
+        ([TP, "--parallelism.enable_async_tensor_parallel"], 2, ["enable_async_tensor_parallel"]),
+        ([CP, "--training.seq_len=510"], 2, ["context_parallel_degree=2", "510", "multiple of 4"]),
+        ([CP, "--model.flavor=flex_block_causal", "--training.seq_len=640"], 2, ["640", "512"]),
+        ([PP, "--model.args.tie_embeddings"], 2, ["pipeline_parallel_degree=2", "tie"]),
+        ([PP, "--model.args.n_layers=1"], 2, ["1 layers", "without any"]),
+        ([PP, "--training.local_batch_size=1"], 2, ["1F1B", "at least as many microbatches as stages", "2 rows"]),
+        ([PP, "--parallelism.pipeline_parallel_microbatch_size=3"], 2, ["microbatch_size=3"]),
+        (
+            [PP, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble", "--compile.enable"],
+            2,
+            ["ZBVZeroBubble", "compile"],
+        ),
+        ([TP, "--parallelism.data_parallel_shard_degree=2"], 2, ["dp_shard 2 x cp 1 x tp 2", "that makes 4, not 2"]),
+        (["--training.enable_cpu_offload"], 1, ["enable_cpu_offload", "on the CPU"]),
+    ],
+)
+def test_layouts_that_cannot_work(options, world_size, words):
+    problem = only_problem("--activation_checkpoint.mode=none", *options, world_size=world_size)
+    assert all(word in problem for word in words), problem
+
+
+def test_all_that_is_wrong_with_a_layout_is_said_at_once():
+    heads = "--model.args.dim=240", "--model.args.n_heads=12", "--model.args.n_kv_heads=3"
+    problems = problems_of(TP, CP, PP, *heads, "--training.seq_len=510", "--model.args.tie_embeddings", world_size=8)
+    for dimension in ("context", "tensor", "pipeline"):
+        assert any(f"parallelism.{dimension}_parallel_degree=2" in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size"),
+    [([TP], 4), ([CP, TP], 4), ([PP, CP, TP], 8), (["--parallelism.data_parallel_replicate_degree=2"], 4)],
+)
+def test_layouts_that_work(options, world_size):
+    assert check(*options, world_size=world_size) == []
+
+
+def test_the_batch_is_split_over_data_parallel_processes_only():
+    assert check(TP, "--training.global_batch_size=16", world_size=4) == []  # 8 rows each of two
+    problem = only_problem(TP, "--training.global_batch_size=24", world_size=4)
+    assert "= 8 x 2 = 16" in problem and "16 or 32" in problem
+
+
 @pytest.mark.parametrize("given", [8, 24, -1])
 def test_global_batch_sizes_that_work(given):
     assert check(f"--training.global_batch_size={given}", "--training.local_batch_size=4", world_size=2) == []

@@ -19,8 +19,11 @@ from torchtitan_lite.config.load import ConfigError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.sources.resolve import check_sources
 from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
+from torchtitan_lite.distributed.context_parallel import context_parallel_problems
 from torchtitan_lite.distributed.mesh import Degrees, resolve_degrees
+from torchtitan_lite.distributed.pipeline_plan import pipeline_problems
 from torchtitan_lite.distributed.precision import resolve_param_dtype
+from torchtitan_lite.distributed.tensor_parallel import tensor_parallel_problems
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.flavors import join_flavor, model_args, split_flavor
 
@@ -130,6 +133,35 @@ def _batch(run: _Run) -> Iterator[str]:
         )
 
 
+def _parallelism(run: _Run) -> Iterator[str]:
+    """What each dimension of the mesh asks of the model and of the others."""
+    config, args, degrees = run.config, run.args, run.degrees
+    if config.training.enable_cpu_offload and run.device_type == "cpu":
+        yield "training.enable_cpu_offload: this run is on the CPU, where all of it is in CPU memory anyway; leave it off"
+    if args is None or degrees is None:
+        return
+    training, parallelism = config.training, config.parallelism
+    compile_model = config.compile.enable and "model" in config.compile.components
+    yield from context_parallel_problems(args, degrees.cp, training.seq_len)
+    yield from tensor_parallel_problems(
+        args,
+        degrees.tp,
+        training.seq_len // degrees.cp,
+        device_type=run.device_type,
+        compile_model=compile_model,
+        async_tp=parallelism.enable_async_tensor_parallel,
+    )
+    rows = training.global_batch_size // degrees.dp if training.global_batch_size > 0 else training.local_batch_size
+    yield from pipeline_problems(
+        args,
+        parallelism,
+        rows_per_step=rows,
+        compile_model=compile_model,
+        ac_mode=config.activation_checkpoint.mode,
+        selective_ac_option=config.activation_checkpoint.selective_ac_option,
+    )
+
+
 def _sequence(run: _Run) -> Iterator[str]:
     if run.args is None:
         return
@@ -158,6 +190,7 @@ def _attention(run: _Run) -> Iterator[str]:
             dtype=dtype,
             spec=spec,
             engine=run.config.model.varlen_engine,
+            context_parallel_degree=1 if run.degrees is None else run.degrees.cp,
         )
 
 
@@ -242,6 +275,7 @@ def _metrics(run: _Run) -> Iterator[str]:
 _RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
     _ranges,
     _batch,
+    _parallelism,
     _sequence,
     _attention,
     _activation_checkpoint,
