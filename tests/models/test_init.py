@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy_llama import TINY
 
@@ -130,6 +131,39 @@ def test_a_rank_without_rows(fake_rank):
     )
     init_weights(model, TINY, seed=0)
     assert model.weight.to_local().shape == (0, 6)
+
+
+def split_twice(whole: torch.Tensor, tp: int, tp_rank: int, fsdp: int, fsdp_rank: int) -> torch.Tensor:
+    """The rows that FSDP leaves of a tensor-parallel shard."""
+    for ranks, rank in ((tp, tp_rank), (fsdp, fsdp_rank)):
+        parts = whole.chunk(ranks)
+        whole = parts[rank] if rank < len(parts) else whole[:0]
+    return whole
+
+
+@pytest.mark.parametrize(("rows", "right"), [(22, True), (17, False)])  # shards of 11 and 11 rows; of 9 and 8
+@pytest.mark.parametrize("rank", [0, 3, 6, 7])
+def test_a_shard_of_a_shard_is_right_or_refused(fake_rank, rank, rows, right):
+    plain = nn.Module()
+    plain.weight = nn.Parameter(torch.empty(rows, 6))
+    init_weights(plain, TINY, seed=0)
+    fsdp_rank, tp_rank = divmod(rank, 2)
+    expected = split_twice(plain.weight.detach(), 2, tp_rank, 4, fsdp_rank)
+
+    fake_rank(rank, 8)
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=(f"fsdp_of_rank_{rank}", "tp"))
+    model = nn.Module()
+    placements = (_StridedShard(0, split_factor=2), Shard(0))  # what FSDP makes of a tensor-parallel (Shard(0),)
+    local = torch.zeros_like(expected)
+    model.weight = nn.Parameter(
+        DTensor.from_local(local, mesh, placements, run_check=False, shape=(rows, 6), stride=(6, 1))
+    )
+    if right or fsdp_rank < 3:
+        init_weights(model, TINY, seed=0)
+        assert torch.equal(model.weight.to_local(), expected)
+    else:  # FSDP cuts 9 rows into 3, 3, 3, 0 and 8 into 2, 2, 2, 2; torch reckons 5, 5, 5, 2 of the whole, halved
+        with pytest.raises(ValueError, match=r"weight \(17, 6\): this rank's shard is .* divides its rows"):
+            init_weights(model, TINY, seed=0)
 
 
 def test_standard_deviations():

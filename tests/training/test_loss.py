@@ -2,8 +2,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan_lite.distributed.mesh import init_distributed, world_from_environment
 from torchtitan_lite.training.loss import LinearCrossEntropy, chunk_size
 
 BATCH, SEQ, DIM, VOCAB = 3, 16, 8, 50
@@ -176,3 +179,58 @@ def test_compiled_work_on_a_chunk_is_one_graph_for_all_batches():
         for labels in ("all", "some"):
             torch.testing.assert_close(loss_fn(*inputs(labels)), eager(*inputs(labels)))
     assert counter.frame_count == 2
+
+
+# 50 words over four ranks are 13, 13, 13 and 11: with this budget of logits a rank that went by its own shard alone
+# would cut 48 tokens into 6 chunks on the first three ranks and into 4 on the last.
+UNEVEN_BUDGET = 144
+
+
+def vocabulary_parallel(compile_backend: str | None) -> dict:
+    """Loss and whole gradients on this rank, by (labels, budget of logits, how h comes)."""
+    world = world_from_environment()
+    init_distributed(world, timeout_seconds=60)
+    mesh = init_device_mesh("cpu", (world.size,))
+    results = {}
+    for labels, chunk_logits, kind in (
+        ("all", 1 << 26, "sequence"),
+        ("some", UNEVEN_BUDGET, "sequence"),
+        ("some", UNEVEN_BUDGET, "replicated"),
+        ("some", UNEVEN_BUDGET, "plain"),
+        ("none", UNEVEN_BUDGET, "sequence"),
+    ):
+        h, weight, targets = inputs(labels)
+        h = h.detach()
+        if kind != "plain":
+            h = distribute_tensor(h, mesh, [Shard(1) if kind == "sequence" else Replicate()])
+        h.requires_grad_()
+        weight = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+        assert weight.to_local().shape[0] == (11 if world.rank == 3 else 13)
+        loss_fn = LinearCrossEntropy(compile_backend, chunk_logits)
+        loss = loss_fn(h, weight, targets)
+        (loss * 0.37).backward()
+        with torch.no_grad():
+            evaluated = loss_fn(h, weight, targets)
+        assert kind == "plain" or h.grad.placements == h.placements
+        assert weight.grad.placements == weight.placements
+        gradients = [g.full_tensor() if isinstance(g, DTensor) else g for g in (h.grad, weight.grad)]
+        results[labels, chunk_logits, kind] = [loss.detach(), *gradients], evaluated
+    return results
+
+
+@pytest.mark.parametrize("compile_backend", [None, "aot_eager"])
+def test_shards_of_the_vocabulary_give_the_value_and_gradients_of_full_logits(rank_pool, compile_backend):
+    per_rank = rank_pool.run(4, vocabulary_parallel, compile_backend)
+    for results in per_rank:
+        for (labels, _, kind), (got, evaluated) in results.items():
+            expected = reference(*inputs(labels), scale=0.37)
+            for actual, right in zip(got, expected, strict=True):
+                torch.testing.assert_close(actual, right.float(), rtol=1e-5, atol=1e-5, msg=f"{labels} {kind}")
+            torch.testing.assert_close(evaluated, expected[0].float(), rtol=1e-6, atol=0)
+
+
+def test_a_weight_sharded_in_another_way_is_refused(one_rank):
+    mesh = init_device_mesh("cpu", (1,))
+    h, weight, labels = inputs()
+    with pytest.raises(ValueError, match=r"\(Shard\(dim=1\),\): the loss wants"):
+        LinearCrossEntropy()(h, distribute_tensor(weight.detach(), mesh, [Shard(1)]), labels)

@@ -9,6 +9,7 @@ and residuals work on, and keep for backward, seq / tp tokens. Embedding and out
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from torchtitan_lite.models.llama3.args import ModelArgs
@@ -82,7 +83,10 @@ def _enable_async(mesh: DeviceMesh) -> None:
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
+    with warnings.catch_warnings():
+        # torch 2.13 calls this deprecated and not needed, but its pass still leaves a group alone that was not enabled.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def tensor_parallel_problems(
@@ -95,7 +99,7 @@ def tensor_parallel_problems(
     setting = f"parallelism.tensor_parallel_degree={degree}"
     able = [str(n) for n in range(1, args.n_kv_heads + 1) if not _broken_rules(args, n, local_seq_len)]
     problems = [
-        f"{setting}: {rule}; with the model and seq_len as they are, {' or '.join(able)} would do"
+        f"{setting}: {rule}; for this model and seq_len {' or '.join(able)} would do"
         for rule in _broken_rules(args, degree, local_seq_len)
     ]
     needs = {
@@ -125,10 +129,12 @@ def _broken_rules(args: ModelArgs, degree: int, local_seq_len: int) -> list[str]
             f"between layers the tokens are split, so the {local_seq_len} of a row on one context-parallel rank must "
             "be a multiple of it"
         )
-    rows = -(-args.vocab_size // degree)  # the shards need not be equal, but none may be empty
-    if rows * (degree - 1) >= args.vocab_size:
+    if args.vocab_size % degree:
+        # The model and the loss can do with unequal shards. But of a shard that FSDP splits again torch names the place
+        # in the whole as if all were equal: checkpoints would mix rows up.
+        padded = -(-args.vocab_size // degree) * degree
         rules.append(
-            f"embedding and output are split by vocabulary, and vocab_size={args.vocab_size} in parts of {rows} leaves "
-            "nothing for the last rank"
+            f"embedding and output are split by vocabulary, so vocab_size={args.vocab_size} must be a multiple of it; "
+            f"model.args.vocab_size={padded} adds rows that no token uses"
         )
     return rules
