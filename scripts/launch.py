@@ -55,7 +55,7 @@ def process_count(visible_gpus: int) -> int:
 
 
 def launch(argv: list[str]) -> None:
-    """Check, then train; returns when all processes have ended well. Raises ConfigError."""
+    """Check, then train; returns, or exits with 0, when all processes have ended well. Raises ConfigError."""
     argv = with_config_file(argv)
     config = load_config(argv)  # --help ends here, before torch is imported
 

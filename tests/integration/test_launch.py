@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,7 @@ def launched(monkeypatch, tmp_path):
     arguments = []
     monkeypatch.setattr(torch.distributed.run, "main", arguments.extend)
     monkeypatch.setattr(multinode, "torchrun", arguments.extend)
+    monkeypatch.setattr(multinode, "leave", sys.exit)
     monkeypatch.setattr(multinode._Follower, "start", lambda self: None)
     return arguments
 
@@ -136,10 +138,16 @@ def set_nodes(monkeypatch, **variables):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
+def launch_on_several(argv):
+    with pytest.raises(SystemExit) as caught:
+        launch.launch(argv)
+    assert caught.value.code == 0
+
+
 def test_several_nodes(launched, monkeypatch):
     set_nodes(monkeypatch, NGPU="4", RDZV_ID="run", RDZV_TIMEOUT="30")
     # The check knows of all eight processes: another degree would be refused.
-    launch.launch(["--parallelism.data_parallel_shard_degree=8"])
+    launch_on_several(["--parallelism.data_parallel_shard_degree=8"])
     script = launched.index(str(REPO / "train.py"))
     assert set(launched[:script]) == {
         "--nnodes=2",
@@ -161,7 +169,7 @@ def test_who_serves_is_said_between_machines(launched, monkeypatch, address, is_
     set_nodes(monkeypatch, RDZV_ENDPOINT="[fd00::5]:29400")
     monkeypatch.setattr(multinode, "local_address", lambda nodes: (address, is_here))
     monkeypatch.setattr(multinode, "_wait_for_store", lambda nodes: launched.append("waited"))
-    launch.launch([])
+    launch_on_several([])
     assert f"--rdzv_conf=join_timeout=600,is_host={serves}" in launched
     assert "--rdzv_endpoint=[fd00::5]:29400" in launched and f"--local_addr={address}" in launched
     assert ("waited" in launched) is not is_here
@@ -188,16 +196,18 @@ def failures(**exit_codes: int) -> ChildFailedError:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "seen", "said", "tells_the_others"),
     [
-        (failures(r3=1), "Rank 3 ended with exit code 1."),
-        (failures(r0=FOLLOWED, r1=-9, r2=FOLLOWED), "Rank 1 ended with exit code -9 (SIGKILL)."),
-        (failures(r0=FOLLOWED), "ends with the run. Rank 9 failed on node 7."),
-        (RendezvousTimeoutError(), "not all of the NNODES=2 nodes came to RDZV_ENDPOINT=localhost:29400"),
-        (RendezvousConnectionError(), "the launcher at RDZV_ENDPOINT=localhost:29400 has ended"),
+        (failures(r3=1), None, "Rank 3 ended with exit code 1.", True),
+        (failures(r0=FOLLOWED, r1=-9, r2=FOLLOWED), None, "Rank 1 ended with exit code -9 (SIGKILL).", True),
+        (failures(r0=FOLLOWED), "Rank 9 failed.", "ends with the run. Rank 9 failed.", False),
+        (failures(r0=FOLLOWED), None, "ends with the run. Another node has ended", False),
+        (RendezvousTimeoutError(), None, "not all of the NNODES=2 nodes came to RDZV_ENDPOINT=localhost:29400", True),
+        (RendezvousConnectionError(), None, "The launcher at RDZV_ENDPOINT=localhost:29400 has ended", False),
+        (RendezvousConnectionError(), "Rank 9 failed.", "ends with the run. Rank 9 failed.", False),
     ],
 )
-def test_how_a_node_ends(launched, monkeypatch, capsys, error, said):
+def test_how_a_node_ends(launched, monkeypatch, capsys, error, seen, said, tells_the_others):
     def torchrun(arguments):
         raise error
 
@@ -205,7 +215,7 @@ def test_how_a_node_ends(launched, monkeypatch, capsys, error, said):
     monkeypatch.setattr(multinode, "torchrun", torchrun)
     monkeypatch.setattr(multinode, "_LINGER_SECONDS", 0)
     monkeypatch.setattr(multinode.FailureBoard, "post", lambda self, message: posted.append(message))
-    monkeypatch.setattr(multinode.FailureBoard, "read", lambda self: "Rank 9 failed on node 7.")
+    monkeypatch.setattr(multinode._Follower, "start", lambda self: setattr(self, "failure", seen))
     set_nodes(monkeypatch)
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     with pytest.raises(SystemExit) as caught:
@@ -213,7 +223,8 @@ def test_how_a_node_ends(launched, monkeypatch, capsys, error, said):
     for each, handler in zip((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), handlers, strict=True):
         signal.signal(each, handler)
     assert caught.value.code == 1
-    assert said in capsys.readouterr().err and said in posted[0]
+    assert said in capsys.readouterr().err
+    assert [said in message for message in posted] == [True] * tells_the_others
 
 
 def test_a_meeting_place_where_nobody_listens():

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.run import main as torchrun
 
-from torchtitan_lite.distributed.failures import FOLLOWED, FailureBoard
+from torchtitan_lite.distributed.failures import FOLLOWED, FailureBoard, leave
 from torchtitan_lite.distributed.nodes import Nodes, interface_of, local_address
 from torchtitan_lite.observability.logging import logger
 
@@ -28,9 +28,9 @@ _GRACE_SECONDS = 10
 _LINGER_SECONDS = 3
 
 
-def run_with_others(nodes: Nodes, command: list[str]) -> None:
-    """Run ``command`` on this node while the others of ``nodes`` do the same. Returns when all processes have
-    ended well; otherwise says why and exits, on whichever node the failure was.
+def run_with_others(nodes: Nodes, command: list[str]) -> NoReturn:
+    """Run ``command`` on this node while the others of ``nodes`` do the same, and exit: with 0 when all processes have
+    ended well, otherwise saying why, on whichever node the failure was.
 
     Args:
         command: torchrun's arguments for this node: processes, the script, and the script's own.
@@ -56,17 +56,15 @@ def run_with_others(nodes: Nodes, command: list[str]) -> None:
     def fail(message: str, code: int = 1) -> NoReturn:
         for signalled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signalled, signal.SIG_DFL)  # torchrun would raise here, too
+        print(message, file=sys.stderr)
         board.post(message)
-        print(message, file=sys.stderr, flush=True)
         if is_here:
             time.sleep(_LINGER_SECONDS)
-        sys.exit(code)
+        leave(code)
 
-    def end_with_the_run() -> NoReturn:
-        failure = follower.failure
-        with suppress(ConnectionError):
-            failure = failure or board.read()
-        fail(f"{name} ends with the run. {failure or 'Another node has ended, and its output tells why.'}")
+    def end_with_the_run(otherwise: str = "Another node has ended, and its output tells why.") -> NoReturn:
+        print(f"{name} ends with the run. {follower.failure or otherwise}", file=sys.stderr)
+        leave(1)
 
     follower.start()
     try:
@@ -95,12 +93,11 @@ def run_with_others(nodes: Nodes, command: list[str]) -> None:
             f"RDZV_ENDPOINT={nodes.endpoint} under RDZV_ID={nodes.id}. Start the others, with the same values."
         )
     except RendezvousConnectionError:
-        if follower.failure:
-            end_with_the_run()
-        fail(
-            f"{name}: the launcher at RDZV_ENDPOINT={nodes.endpoint} has ended, or cannot be reached. What it said on "
-            "that node tells why."
+        end_with_the_run(
+            f"The launcher at RDZV_ENDPOINT={nodes.endpoint} has ended, or cannot be reached; its output tells why."
         )
+    # Not by returning: the follower may be connecting, and Python could not end around it.
+    leave(0)
 
 
 def first_failure(error: ChildFailedError) -> str:
