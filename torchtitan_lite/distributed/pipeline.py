@@ -75,8 +75,8 @@ class Pipeline:
             # A split backward goes through a part of the graph twice. Compiled code (FlexAttention on CUDA is always
             # compiled) would have given its saved tensors away the first time.
             functorch_config.donated_buffer = False
-        # NCCL sets a group's communicator up at its first use, and needs all of its ranks for it: not so in the middle
-        # of a schedule, where torch leaves it to the first exchange.
+        # NCCL sets a group's communicator up at its first use and needs all of its ranks for that: here, and not in the
+        # middle of a schedule.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     @property
@@ -123,8 +123,9 @@ class Pipeline:
                 return_outputs=False,
             )
         except BaseException:
-            # The other ranks wait for what this one was to send.
-            self._abort()
+            # The others wait for what this rank was to send, and it may wait for its own messages on the way out. NCCL
+            # drops them all; gloo does nothing here, and its peers learn of it when this process ends.
+            dist.distributed_c10d._abort_process_group()
             raise
         if not self._losses:
             return torch.zeros((), device=self.device)
@@ -167,18 +168,19 @@ class Pipeline:
             )
         return self._schedules[schedule, rows]
 
-    def _abort(self) -> None:
-        pass
-
 
 class _Stage(PipelineStage):
-    """torch's stage, with the loss, and without what its schedules do for a backward when they only evaluate."""
+    """torch's stage, with the loss, and without what schedules ask of it for a backward when they only evaluate."""
 
     loss_fn: LossFunction
 
     def forward_maybe_with_nosync(self, *args, **kwargs):
         # Not one of the schedule's arguments: torch 2.11 takes them all for tensors when it splits a backward.
         return super().forward_maybe_with_nosync(*args, loss_fn=self.loss_fn, **kwargs)
+
+    def _get_init_p2p_neighbors_ops(self):
+        # The group is warm. torch 2.11 would send to this rank itself where it holds neighbours, which gloo cannot.
+        return []
 
     def get_local_bwd_output(self, mb_index):
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()

@@ -152,9 +152,9 @@ def pipeline_problems(
     problems = []
     if args.tie_embeddings:
         problems.append(
-            f"parallelism.pipeline_parallel_degree={parallelism.pipeline_parallel_degree}: the model ties its output to "
-            "its embedding (tie_embeddings), and a pipeline would hold that one weight in two stages, which would drift "
-            "apart; use data, tensor or context parallelism"
+            f"parallelism.pipeline_parallel_degree={parallelism.pipeline_parallel_degree}: the model ties output and "
+            "embedding (tie_embeddings), one weight that a pipeline would hold in two stages, to drift apart; use "
+            "data, tensor or context parallelism"
         )
     try:
         stages = len(plan_stages(args.n_layers, parallelism))
@@ -217,7 +217,7 @@ def _split_backward_problems(
         )
     if parallelism.fsdp_reshard_after_forward == "always":
         yield (
-            f"{setting} with parallelism.fsdp_reshard_after_forward=always: the schedule looks for the gathered weights "
+            f"{setting} with parallelism.fsdp_reshard_after_forward=always: the schedule looks for gathered weights "
             "before its backward gathers them again, and their gradients would be lost; set it to default or never, or "
             f"use {whole}"
         )
