@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,3 +186,48 @@ def test_the_rows_are_as_different_as_the_cases_need(logged, texts, tmp_path):
         layouts = {tuple(row.tolist()) for row in batch.document_ids}
         targets = {int((row != -100).sum()) for row in batch.labels}
         assert len(layouts) == len(targets) == 4
+
+
+# -- the full product --------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+TABLE = re.compile(r"(?<=<!-- from test_layouts.py -->\n)(.*)(?=<!-- end of table -->)", re.S)
+WIDE_LAYOUTS = {
+    **LAYOUTS,
+    "dp2tp2pp2": Degrees(dp_shard=2, tp=2, pp=2),
+    "dp2tp2cp2": Degrees(dp_shard=2, tp=2, cp=2),
+    "dp2cp2pp2": Degrees(dp_shard=2, cp=2, pp=2),
+    "tp2cp2pp2": Degrees(tp=2, cp=2, pp=2),
+    "hsdp2x2tp2": Degrees(dp_replicate=2, dp_shard=2, tp=2),
+}
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Worst differences by (layout, attention); written into the page once there is one for every cell."""
+    cells: dict[tuple[str, str], dict[str, float]] = {}
+    yield cells
+    if len(cells) == len(WIDE_LAYOUTS) * len(ATTENTIONS):
+        lines = [f"| layout | ranks | {' | '.join(f'`{name}`' for name in ATTENTIONS)} |", "|---|---|" + "---|" * 3]
+        for layout, degrees in WIDE_LAYOUTS.items():
+            named = " x ".join(f"{name} {degree}" for name, degree in vars(degrees).items() if degree > 1)
+            values = (cells[layout, attention] for attention in ATTENTIONS)
+            texts = " | ".join(f"{value['loss']:.1e} / {value['grad_norm']:.1e}" for value in values)
+            lines.append(f"| {named} | {degrees.world_size} | {texts} |")
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(TABLE.sub(lambda _: "\n".join(lines) + "\n", text), encoding="utf-8")
+
+
+@pytest.mark.every_layout
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("layout", WIDE_LAYOUTS)
+def test_every_product(logged, table, layout, attention):
+    """Each layout and attention under each mode of activation checkpointing, eager and compiled."""
+    windows = (False, True) if attention != "sdpa" else (False,)
+    worst = {"loss": 0.0, "grad_norm": 0.0}
+    for ac, compiled, window in itertools.product(("none", "op", "2", "full"), (False, True), windows):
+        case = Case(WIDE_LAYOUTS[layout], attention, ac, compiled, window=window)
+        got = differences(logged(case), logged(case.reference))
+        assert max(got.values()) < TOLERANCE, (str(case), got)
+        worst = {name: max(value, got[name]) for name, value in worst.items()}
+    table[layout, attention] = worst
