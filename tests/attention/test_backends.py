@@ -172,3 +172,22 @@ def test_unsupported_says_why_and_what_works(attention, device, dtype, spec, eng
 def test_every_reason_is_given():
     problems = unsupported("sdpa_block_causal", device_type="cpu", dtype=torch.float16, spec=WINDOW, engine="nested")
     assert len(problems) == 3 and all("nothing here" in problem for problem in problems)
+
+
+def unsupported_on_two_ranks(attention: str, dtype: torch.dtype, engine: str, spec: MaskSpec = FULL) -> list[str]:
+    return unsupported(attention, device_type="cuda", dtype=dtype, spec=spec, engine=engine, context_parallel_degree=2)
+
+
+def test_what_context_parallelism_can_use():
+    assert unsupported_on_two_ranks("sdpa", torch.float32, "auto", MaskSpec(document=False)) == []
+    assert unsupported_on_two_ranks("sdpa_block_causal", torch.bfloat16, "auto", WINDOW) == []
+    assert unsupported_on_two_ranks("flex_block_causal", torch.float32, "auto", WINDOW) == []
+    assert unsupported_on_two_ranks("sdpa_block_causal", torch.bfloat16, "nested") == [
+        "parallelism.context_parallel_degree=2: sdpa_block_causal with model.varlen_engine=nested cannot attend a "
+        "part of a row's queries; these can: sdpa_block_causal (model.varlen_engine=flash), flex_block_causal"
+    ]
+    # what is named in place of another must be able to, too: not nested
+    assert unsupported_on_two_ranks("sdpa_block_causal", torch.float32, "flash") == [
+        "sdpa_block_causal with model.varlen_engine=flash computes in bfloat16, not in float32 "
+        "(training.mixed_precision_param); in float32 these do: flex_block_causal"
+    ]
