@@ -1,0 +1,332 @@
+"""What one rank's part of a model costs, found by running a few of its layers on fake tensors.
+
+All layers of a kind cost the same. A part is thinned to its first and last layer and one of each kind between, and for
+the missing ones is added what their like did from one layer's start to the next one's, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from torchtitan_lite.config.schema import ActivationCheckpoint, Optimizer
+from torchtitan_lite.distributed.fsdp import expect_backward
+from torchtitan_lite.estimate.ledger import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KEYS_VALUES,
+    LOSS,
+    OPTIMIZER,
+    PARAMETERS,
+    PIPELINE,
+    UNREDUCED,
+    Ledger,
+    Snapshot,
+    Traffic,
+)
+from torchtitan_lite.models.llama3.model import Transformer
+from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lite.training.loss import LinearCrossEntropy
+from torchtitan_lite.training.optimizer import build_optimizer
+
+Bytes = Counter[str]
+"""Of memory, by what it is for."""
+Done = Counter["str | Traffic"]
+"""As :attr:`Ledger.done`."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of what a rank keeps from step to step, by the elements of its shards; and of the gradients for them."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    optimizer_step: Bytes  # the fullest moment of the update
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What a part has in memory, beside parameters and optimizer state, while one microbatch passes; and what is done.
+
+    Attributes:
+        saved: what the forward leaves for the backward.
+        forward, backward: the fullest moment of each, all of this microbatch's included.
+        after: what stays until the next microbatch.
+    """
+
+    saved: Bytes
+    forward: Bytes
+    backward: Bytes
+    after: Bytes
+    forward_done: Done
+    backward_done: Done
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The shape of a microbatch.
+
+    document_ids: int32 [rows, seq], real tensors of whole rows.
+    tokens: how many of each row are this rank's.
+    hidden: [rows, local seq, dim], of what goes from one pipeline stage to the next.
+    dtype: that the model computes in.
+    """
+
+    document_ids: Tensor
+    tokens: int
+    hidden: tuple[int, int, int]
+    dtype: torch.dtype
+
+
+def count_state(parameters: Iterable[Tensor], config: Optimizer, ledger: Ledger) -> State:
+    """Take one step of the optimizer, on the local shards, and forget it."""
+    # As plain tensors: DTensors would have torch work out the step for the whole model first.
+    shards = [nn.Parameter(_local(parameter.detach())) for parameter in parameters]
+    for shard in shards:
+        shard.grad = torch.empty_like(shard)
+    gradients = [shard.grad for shard in shards]
+    ledger.label(shards, PARAMETERS)
+    ledger.label(gradients, GRADIENTS)
+    optimizer = build_optimizer(nn.ParameterList(shards), config)
+    ledger.take_peak()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    ledger.label(states, OPTIMIZER)
+    peak = ledger.take_peak().bytes()
+    return State(*(sum(t.nbytes for t in tensors) for tensors in (shards, gradients, states)), peak)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Reading(NamedTuple):
+    alive: Snapshot
+    done: Done
+
+
+class _Passage:
+    """What was read while one microbatch went through the layers that are run, which are known by their places."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.start = self.read()
+        self.before_forward: dict[int, _Reading] = {}
+        self.between: _Reading
+        self.before_backward: dict[int, _Reading] = {}
+        self.end: _Reading
+        self.peaks: dict[str, Snapshot] = {}
+        ledger.take_peak()
+
+    def read(self) -> _Reading:
+        return _Reading(self._ledger.snapshot(), Counter(self._ledger.done))
+
+    def take_peak(self, stretch: str) -> None:
+        self.peaks[stretch] = self._ledger.take_peak()
+
+    def at_forward(self, place: int) -> None:
+        self.before_forward[place] = self.read()
+        if place == 1:  # the missing layers lie behind the first: until here none of their memory is in use
+            self.take_peak("head")
+
+    def at_backward(self, place: int) -> None:
+        self.before_backward[place] = self.read()
+        if place == 0:
+            self.take_peak("backward")
+
+    def missing_memory(self, missing: Counter[int]) -> tuple[Bytes, Bytes]:
+        """What the forward and the backward of missing layers would have added; ``missing``: how many are like that in
+        a place."""
+        forward, backward = Counter(), Counter()
+        for place, times in missing.items():
+            for total, readings, step in ((forward, self.before_forward, 1), (backward, self.before_backward, -1)):
+                total.update(_less(readings[place + step].alive.bytes(), readings[place].alive.bytes(), times))
+        return forward, backward
+
+    def done(self, missing: Counter[int]) -> tuple[Done, Done]:
+        """What forward and backward did, that of missing layers included."""
+        forward = _less(self.between.done, self.start.done)
+        backward = _less(self.end.done, self.between.done)
+        for place, times in missing.items():
+            for total, readings, step in ((forward, self.before_forward, 1), (backward, self.before_backward, -1)):
+                total.update(_less(readings[place + step].done, readings[place].done, times))
+        return forward, backward
+
+
+def _less(minuend: Counter, subtrahend: Counter, times: int = 1) -> Counter:
+    """The difference, times a number; negative counts stay."""
+    return Counter({key: times * (minuend[key] - subtrahend[key]) for key in {*minuend, *subtrahend}})
+
+
+def _plus(*terms: Counter) -> Counter:
+    total: Counter = Counter()
+    for term in terms:
+        total.update(term)
+    return total
+
+
+def _fullest(*moments: Bytes) -> Bytes:
+    return max(moments, key=lambda moment: moment.total())
+
+
+def _of_microbatch(memory: Bytes) -> Bytes:
+    return Counter({k: v for k, v in memory.items() if v and k not in (PARAMETERS, OPTIMIZER, PIPELINE)})
+
+
+class ThinnedPart:
+    """A rank's part of a model, with FSDP and on the meta device before, of which only some layers are left to run.
+
+    Args:
+        settings: of activation checkpointing, under which it is going to run.
+        reduce_each, reshard_each: as of :func:`expect_backward`; both False for the stages of a pipeline.
+        tensor_parallel: whether it is.
+    """
+
+    def __init__(
+        self,
+        part: Transformer,
+        ledger: Ledger,
+        rows: Rows,
+        settings: Collection[ActivationCheckpoint],
+        *,
+        reduce_each: bool,
+        reshard_each: bool,
+        tensor_parallel: bool,
+    ) -> None:
+        self.part, self.ledger, self.rows = part, ledger, rows
+        self.reduce_each, self.reshard_each = reduce_each, reshard_each
+        self.layers = dict(part.layers.items())
+        kept = {name for setting in settings for name in _layers_to_run(self._kinds(setting))}
+        for name in list(part.layers):
+            if name not in kept:
+                del part.layers[name]
+        for place, layer in enumerate(part.layers.values()):
+            self._watch(place, layer)
+        _put_masks_on_paper(part, rows.document_ids)
+        if gather := getattr(part.backend, "_whole_rows", None):
+            part.backend._whole_rows = ledger.region(KEYS_VALUES)(gather)
+        self._loss_fn = LinearCrossEntropy()
+        self._passage: _Passage
+        if tensor_parallel:
+            # DTensor tries every operator it meets for the first time on tensors of global shape, which would be seen.
+            self.microbatches(next(iter(settings)), 1)
+
+    def microbatches(self, setting: ActivationCheckpoint, count: int) -> list[Microbatch]:
+        """The ``count`` microbatches of a step, one after the other."""
+        kinds = self._kinds(setting)
+        run = list(self.part.layers)
+        like = {kinds[name]: place for place, name in enumerate(run) if 1 < place < len(run) - 1}
+        missing = Counter(like[kind] for name, kind in kinds.items() if name not in run)
+
+        # All are read before any is looked at: what a tensor was for may come out at the end.
+        passages = [self._pass(last=i == count - 1) for i in range(count)]
+        left: Bytes = Counter()  # by the missing layers, when their earlier microbatches were through
+        microbatches = []
+        for passage in passages:
+            forward, backward = passage.missing_memory(missing)
+            peaks = {stretch: _plus(peak.bytes(), left) for stretch, peak in passage.peaks.items()}
+            between = _less(passage.between.alive.bytes(), passage.start.alive.bytes())
+            after = _plus(passage.end.alive.bytes(), left, forward, backward)
+            forward_done, backward_done = passage.done(missing)
+            microbatches.append(
+                Microbatch(
+                    saved=_of_microbatch(
+                        Counter({k: between[k] + forward[k] for k in (ACTIVATIONS, LOSS, KEYS_VALUES)})
+                    ),
+                    forward=_of_microbatch(_fullest(peaks["head"], _plus(peaks["forward"], forward))),
+                    backward=_of_microbatch(
+                        _fullest(_plus(peaks["backward"], forward), _plus(peaks["tail"], forward, backward))
+                    ),
+                    after=_of_microbatch(after),
+                    forward_done=forward_done,
+                    backward_done=backward_done,
+                )
+            )
+            left = _plus(left, forward, backward)
+        for parameter in self.part.parameters():
+            parameter.grad = None
+        return microbatches
+
+    def _kinds(self, setting: ActivationCheckpoint) -> dict[str, bool]:
+        """Apply ``setting`` to all layers; whether each is checkpointed, which is what makes it cost what it does."""
+        for layer in self.layers.values():
+            vars(layer).pop("forward", None)
+        apply_activation_checkpoint(SimpleNamespace(layers=self.layers), setting)
+        return {name: "forward" in vars(layer) for name, layer in self.layers.items()}
+
+    def _watch(self, place: int, layer: nn.Module) -> None:
+        layer.register_forward_pre_hook(lambda module, inputs: self._passage.at_forward(place))
+
+        def when_done(module: nn.Module, inputs: Any, out: Tensor) -> None:
+            out.register_hook(lambda grad: self._passage.at_backward(place))
+
+        layer.register_forward_hook(when_done)
+
+    def _pass(self, *, last: bool) -> _Passage:
+        part, rows, ledger = self.part, self.rows, self.ledger
+        expect_backward(part, last=last, reduce_each=self.reduce_each, reshard_each=self.reshard_each)
+        tokens = torch.zeros(rows.document_ids.shape[0], rows.tokens, dtype=torch.int64)
+        entering = tokens
+        if part.tok_embeddings is None:
+            entering = torch.empty(rows.hidden, dtype=rows.dtype, requires_grad=True)
+            ledger.label([entering], PIPELINE)
+        passage = self._passage = _Passage(ledger)
+
+        out = part(
+            entering,
+            document_ids=torch.zeros(rows.document_ids.shape, dtype=torch.int32),
+            positions=tokens.int(),
+            labels=tokens,
+            loss_fn=self._loss if part.norm is not None else None,
+        )
+        passage.peaks.setdefault("head", Snapshot())
+        passage.take_peak("forward")
+        passage.between = passage.read()
+        if part.norm is not None:
+            out.backward()
+        else:
+            grad = torch.empty_like(out)
+            ledger.label([grad], PIPELINE)
+            out.backward(grad)
+        del out, entering
+        passage.take_peak("tail")
+        ledger.label((_local(p.grad) for p in part.parameters() if p.grad is not None), GRADIENTS)
+        ledger.relabel(ACTIVATIONS, UNREDUCED)  # what outlives a microbatch has to do with its gradients
+        passage.end = passage.read()
+        return passage
+
+    def _loss(self, *args: Tensor) -> Tensor:
+        with self.ledger.region(LOSS):
+            return self._loss_fn(*args) / 1  # as by the number of targets
+
+
+def _layers_to_run(kinds: dict[str, bool]) -> set[str]:
+    """The first two layers and the last, and of each kind one between: FSDP gathers one layer ahead of the backward, so
+    that the layer behind the first, too, finds other things in memory than those that follow."""
+    names = list(kinds)
+    of_each_kind = {kinds[name]: name for name in reversed(names[2:-1])}
+    return {*names[:2], names[-1], *of_each_kind.values()}
+
+
+def _put_masks_on_paper(part: Transformer, document_ids: Tensor) -> None:
+    """Let the mask states be made from real ``document_ids``, which must be looked at, and be faked afterwards."""
+    backend = getattr(part.backend, "inner", part.backend)  # under context parallelism there is one inside
+    prepare = backend.prepare
+
+    def on_paper(ids: Tensor, *args: Any) -> Any:
+        mode = ids.fake_mode
+        with unset_fake_temporarily():
+            state = prepare(document_ids, *args)
+        return tree_map_only(Tensor, mode.from_tensor, state)
+
+    backend.prepare = on_paper
