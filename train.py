@@ -1,14 +1,22 @@
 """Train a model: configuration -> Trainer -> train. Started by run_train.sh, or by torchrun directly."""
 
+import socket
 import sys
+import traceback
+from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan_lite.config.load import ConfigError, load_config
 from torchtitan_lite.data.packing.plan import PackingError
 from torchtitan_lite.data.resume import ResumeError
 from torchtitan_lite.data.sources.document import SourceError
+from torchtitan_lite.distributed.failures import FOLLOWED, FailureBoard, PeerFailure, leave
+from torchtitan_lite.distributed.mesh import world_from_environment
+from torchtitan_lite.distributed.shared_folder import check_equal_nodes
 from torchtitan_lite.observability.logging import init_logger
+from torchtitan_lite.observability.watchdog import StepWatchdog
 from torchtitan_lite.training.checkpoint import CheckpointError
 from torchtitan_lite.training.trainer import Trainer
 
@@ -21,24 +29,42 @@ _FOR_THE_USER = (
     CheckpointError,
     FloatingPointError,
     TimeoutError,
+    PeerFailure,
 )
 
 
 def main() -> None:
+    config = load_config()  # --help ends here
+    init_logger()
+    board = FailureBoard.of_run()
+    watchdog = StepWatchdog(config.comm, world_from_environment(), board)
     try:
-        config = load_config()
-        init_logger()
-        Trainer(config).train()
-    except _FOR_THE_USER as error:
-        sys.exit(str(error))
-    except RuntimeError as error:
-        if "Connection closed by peer" not in str(error):
-            raise
-        sys.exit("Another rank has ended, and this one with it; what that one said tells why.")
-    except KeyboardInterrupt:
-        sys.exit("Interrupted.")
+        with watchdog:
+            check_equal_nodes()
+            Trainer(config).train()
+    except (Exception, CheckpointException, KeyboardInterrupt) as error:  # the second is no Exception
+        fail(error, watchdog.place, board)
     dist.destroy_process_group()
 
 
+def fail(error: BaseException, place: str, board: FailureBoard | None) -> NoReturn:
+    """Say what was wrong and end, together with the other ranks."""
+    world = world_from_environment()
+    if isinstance(error, KeyboardInterrupt):
+        print("Interrupted.", file=sys.stderr)
+    elif isinstance(error, _FOR_THE_USER):
+        print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    if world.size == 1:
+        sys.exit(1)
+    if board is not None and not isinstance(error, PeerFailure):
+        board.post(f"Rank {world.rank} on {socket.gethostname()} failed in {place}: {type(error).__name__}: {error}")
+    leave(FOLLOWED if isinstance(error, PeerFailure) else 1)
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as error:  # of the command line; nothing has been started
+        sys.exit(str(error))

@@ -81,6 +81,7 @@ def run_with_others(nodes: Nodes, command: list[str]) -> NoReturn:
         )
     except ChildFailedError as error:
         if all(failure.exitcode == FOLLOWED for failure in error.failures.values()):
+            board.post(f"{name} has lost another node.")  # for those that neither noticed nor were told
             end_with_the_run()
         fail(f"{name}: {first_failure(error)}")
     except SignalException as error:

@@ -21,7 +21,8 @@ from torchtitan_lite.observability.logging import logger
 _REPORT_AT = 0.9
 # For the launcher of a rank that was killed to say so.
 _BOARD_SECONDS = 2.0
-_FRAMES = 12
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INNERMOST = 4
 
 
 class StepWatchdog:
@@ -113,12 +114,16 @@ class StepWatchdog:
         )
 
     def _where(self) -> str:
-        """The innermost calls of the watched thread, outermost first."""
+        """The watched thread's calls that are the project's own, and the innermost; outermost first."""
         frame = sys._current_frames().get(self._watched.ident)
         if frame is None:
             return "  (the thread has ended)"
-        calls = traceback.extract_stack(frame)[-_FRAMES:]
-        return "\n".join(f"  {'/'.join(Path(c.filename).parts[-3:])}:{c.lineno} {c.name}: {c.line}" for c in calls)
+        calls = traceback.extract_stack(frame)
+        own = [call for call in calls[:-_INNERMOST] if _PACKAGE in Path(call.filename).parents]
+        return "\n".join(
+            f"  {'/'.join(Path(call.filename).parts[-3:])}:{call.lineno} {call.name}: {call.line}"
+            for call in [*own, *calls[-_INNERMOST:]]
+        )
 
     def _what_the_board_says(self) -> str:
         deadline = time.monotonic() + _BOARD_SECONDS
