@@ -41,7 +41,7 @@ def main() -> None:
     try:
         with watchdog:
             check_equal_nodes()
-            Trainer(config).train()
+            Trainer(config, watchdog).train()
     except (Exception, CheckpointException, KeyboardInterrupt) as error:  # the second is no Exception
         fail(error, watchdog.place, board)
     dist.destroy_process_group()

@@ -232,7 +232,7 @@ def test_one_broken_step_is_not_forgotten_by_the_next(new_trainer, monkeypatch):
     trainer = new_trainer(**{"training.steps": 9, "metrics.log_freq": 4})
     norms = {2: torch.inf}
     name = "torchtitan_lite.training.trainer.clip_grad_norm"
-    monkeypatch.setattr(name, lambda *_: torch.tensor(norms.get(trainer.step, 1.0)))
+    monkeypatch.setattr(name, lambda *_, **__: torch.tensor(norms.get(trainer.step, 1.0)))
     with pytest.raises(FloatingPointError, match="steps 2 to 4"):
         trainer.train()
 

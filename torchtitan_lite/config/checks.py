@@ -137,7 +137,7 @@ def _parallelism(run: _Run) -> Iterator[str]:
     """What each dimension of the mesh asks of the model and of the others."""
     config, args, degrees = run.config, run.args, run.degrees
     if config.training.enable_cpu_offload and run.device_type == "cpu":
-        yield "training.enable_cpu_offload: this run is on the CPU, where all of it is in CPU memory anyway; leave it off"
+        yield "training.enable_cpu_offload: this run is on the CPU, and all of it in CPU memory anyway; leave it off"
     if args is None or degrees is None:
         return
     training, parallelism = config.training, config.parallelism

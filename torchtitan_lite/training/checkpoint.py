@@ -90,9 +90,11 @@ class CheckpointManager:
         self.optimizer = optimizer
         self.pp_group = pp_group
         self._pending: Future | None = None
+        self.groups: list[dist.ProcessGroup] = []  # that wait for disks, and not for steps
         if config.async_mode == "async":
             # A background save on the default group would wait for the training step's collectives, and they for it.
             self._group = dist.new_group(backend="gloo")
+            self.groups.append(self._group)
             self._background = ThreadPoolExecutor(max_workers=1)
 
     def save(self, step: int, train_state: dict[str, Any], data_state: dict[int, bytes] | None = None) -> None:

@@ -68,7 +68,8 @@ def _squares(grads: list[Tensor]) -> list[Tensor]:
     for grad in grads:
         sharded = ()
         if isinstance(grad, DTensor):
-            grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
+            if any(p.is_partial() for p in grad.placements):
+                grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
             # FSDP's shards of a tensor that is sharded already, _StridedShard, do not answer to is_shard.
             sharded = tuple((grad.device_mesh, dim) for dim, p in enumerate(grad.placements) if not p.is_replicate())
         local = _local(grad)

@@ -12,7 +12,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.distributed.context_parallel import apply_context_parallel
 from torchtitan_lite.distributed.fsdp import shard_model
 from torchtitan_lite.distributed.mesh import Mesh
-from torchtitan_lite.distributed.pipeline import cut_stage
+from torchtitan_lite.distributed.pipeline import Pipeline, cut_stage
 from torchtitan_lite.distributed.pipeline_plan import plan_stages, stages_of_rank
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.distributed.tensor_parallel import apply_tensor_parallel
@@ -20,6 +20,7 @@ from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.model import Transformer
 from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lite.training.compile import compile_blocks
+from torchtitan_lite.training.loss import LinearCrossEntropy
 
 
 def build_parts(config: Config, args: ModelArgs, mesh: Mesh) -> dict[int, Transformer]:
@@ -55,6 +56,32 @@ def build_parts(config: Config, args: ModelArgs, mesh: Mesh) -> dict[int, Transf
         )
         parts[stage] = part
     return parts
+
+
+def build_pipeline(
+    config: Config,
+    args: ModelArgs,
+    mesh: Mesh,
+    parts: dict[int, Transformer],
+    loss_fn: LinearCrossEntropy,
+    device: torch.device,
+) -> Pipeline | None:
+    """What runs the stages of this rank, on ``device`` by now; None for a model in one piece."""
+    if mesh.degrees.pp == 1:
+        return None
+    parallelism = config.parallelism
+    rows, ranks_of_row = parallelism.pipeline_parallel_microbatch_size, mesh.degrees.cp * mesh.degrees.tp
+    return Pipeline(
+        parts,
+        num_stages=len(plan_stages(args.n_layers, parallelism)),
+        group=mesh.pp.get_group(),
+        schedule=parallelism.pipeline_parallel_schedule,
+        microbatch_size=rows,
+        hidden_shape=(rows, config.training.seq_len // ranks_of_row, args.dim),
+        hidden_dtype=resolve_param_dtype(config.training.mixed_precision_param, device.type),
+        device=device,
+        loss_fn=loss_fn,
+    )
 
 
 def reshards(config: Config) -> bool:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from torchtitan_lite.config.checks import check_config
-from torchtitan_lite.config.load import ConfigError, save_config
+from torchtitan_lite.config.load import save_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.collator import Batch
 from torchtitan_lite.data.loader import RowLoader, build_loader
@@ -34,9 +31,9 @@ from torchtitan_lite.distributed.mesh import (
     resolve_degrees,
     world_from_environment,
 )
-from torchtitan_lite.distributed.pipeline import Pipeline
-from torchtitan_lite.distributed.pipeline_plan import plan_stages
 from torchtitan_lite.distributed.precision import resolve_param_dtype
+from torchtitan_lite.distributed.shared_folder import check_shared_folder
+from torchtitan_lite.distributed.timeouts import set_collective_timeouts
 from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
 from torchtitan_lite.models.llama3.model import Transformer
@@ -47,23 +44,26 @@ from torchtitan_lite.observability.metrics import MetricsLogger, StepMetrics, de
 from torchtitan_lite.observability.profiler import maybe_profile
 from torchtitan_lite.observability.progress import ProgressBar
 from torchtitan_lite.observability.throughput import Throughput
+from torchtitan_lite.observability.watchdog import StepWatchdog
 from torchtitan_lite.training.checkpoint import CheckpointManager, complete_steps
 from torchtitan_lite.training.counts import Counts, StepLoss
 from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.lr_schedule import lr_factor
+from torchtitan_lite.training.machine import set_determinism, sole_run_in
 from torchtitan_lite.training.optimizer import build_optimizer, clip_grad_norm
-from torchtitan_lite.training.parallelize import as_one, build_parts, reshards
+from torchtitan_lite.training.parallelize import as_one, build_parts, build_pipeline, reshards
 
 
 class Trainer:
     """One run, from its configuration to its last checkpoint.
 
     Building one checks the configuration (ConfigError lists all that is wrong) before it starts anything, then loads
-    the newest checkpoint if there is one. :meth:`train` does the rest.
+    the newest checkpoint if there is one. :meth:`train` does the rest. ``watchdog``: is told where the run stands.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, watchdog: StepWatchdog | None = None) -> None:
         self.config = config
+        self.watchdog = watchdog
         self.world = world_from_environment()
         self.device = self.world.device
         self.main_rank = self.world.rank == 0
@@ -77,12 +77,15 @@ class Trainer:
         for warning in warnings:
             logger.warning(warning)
 
-        _set_determinism(config.training.deterministic)
+        set_determinism(config.training.deterministic)
         init_distributed(self.world, config.comm.init_timeout_seconds)
         if self.main_rank:
             self.dump_folder.mkdir(parents=True, exist_ok=True)
             save_config(config, self.dump_folder / "config.toml")
+        dist.barrier()  # the folder is there
+        check_shared_folder(self.dump_folder, "job.dump_folder")
 
+        self._now("reading the data", "data_timeout_seconds")
         self.loader = self._build_loader()
         self.accumulation = self.loader.global_batch_size // (config.training.local_batch_size * self.dp.degree)
         self.args = replace(
@@ -91,13 +94,14 @@ class Trainer:
             max_documents_per_row=resolved_max_documents(config),
         )
         self.param_dtype = resolve_param_dtype(config.training.mixed_precision_param, self.device.type)
+        self._now("building the model")
         self.mesh = Mesh(self.device.type, self.degrees, self.world.rank)
         self.parts = self._build_parts()
         self.model = as_one(self.parts)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         compile_loss = config.compile.enable and "loss" in config.compile.components
         self.loss_fn = LinearCrossEntropy(config.compile.backend if compile_loss else None)
-        self.pipeline = self._build_pipeline() if self.degrees.pp > 1 else None
+        self.pipeline = build_pipeline(config, self.args, self.mesh, self.parts, self.loss_fn, self.device)
 
         self.step = 0
         self.tokens_seen = 0
@@ -110,7 +114,13 @@ class Trainer:
             self.optimizer,
             pp_group=self.mesh.pp.get_group(),
         )
+        self._now("loading a checkpoint")
         self._load_checkpoint()
+
+    def _now(self, place: str, setting: str | None = None) -> None:
+        """Tell the watchdog what begins, and which time limit of the comm section holds for it."""
+        if self.watchdog is not None:
+            self.watchdog.phase(place, setting)
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -158,21 +168,6 @@ class Trainer:
             info_once("FlexAttention has no CPU backward: its mask is applied through a dense-mask SDPA instead")
         return parts
 
-    def _build_pipeline(self) -> Pipeline:
-        parallelism = self.config.parallelism
-        rows, ranks_of_row = parallelism.pipeline_parallel_microbatch_size, self.degrees.cp * self.degrees.tp
-        return Pipeline(
-            self.parts,
-            num_stages=len(plan_stages(self.args.n_layers, parallelism)),
-            group=self.mesh.pp.get_group(),
-            schedule=parallelism.pipeline_parallel_schedule,
-            microbatch_size=rows,
-            hidden_shape=(rows, self.config.training.seq_len // ranks_of_row, self.args.dim),
-            hidden_dtype=self.param_dtype,
-            device=self.device,
-            loss_fn=self.loss_fn,
-        )
-
     def _load_checkpoint(self) -> None:
         if not self.config.checkpoint.enable:
             return
@@ -216,7 +211,7 @@ class Trainer:
         self.throughput = Throughput(world_size=self.world.size, peak_flops=peak)
         with ExitStack() as stack:
             if self.main_rank:
-                stack.enter_context(_sole_run_in(self.dump_folder))
+                stack.enter_context(sole_run_in(self.dump_folder))
             collector = stack.enter_context(GarbageCollection(self.config.training.gc_freq))
             bar = stack.enter_context(ProgressBar(total, self.step, self.main_rank))
             metrics = stack.enter_context(MetricsLogger(self.config, self.step)) if self.main_rank else None
@@ -227,7 +222,10 @@ class Trainer:
                 for report in self.reports:
                     metrics.note(report.scalars(), self.step)
             self.batches = iter(self.loader)
+            first = self.step + 1
             while self.step < total:
+                if self.step == first:  # one step is done: from here on nothing compiles or connects for the first time
+                    set_collective_timeouts(self.config.comm.train_timeout_seconds, keep=self.checkpoint.groups)
                 measured = self.train_step()
                 if measured is not None:
                     bar.show(loss=measured.loss, tps=measured.tps)
@@ -250,6 +248,8 @@ class Trainer:
     def train_step(self) -> StepMetrics | None:
         """One optimizer step. Returns its metrics if it is one to log."""
         self.step += 1
+        if self.watchdog is not None:
+            self.watchdog.step(self.step)
         began = time.perf_counter()
         batches = [next(self.batches) for _ in range(self.accumulation)]
         data_wait = time.perf_counter() - began
@@ -321,6 +321,7 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         if self._is_save_step():
+            self._now(f"saving after step {self.step}")
             streamed = isinstance(self.loader, StreamLoader)
             data_state = {self.dp.rank: self.loader.rank_state()} if streamed and self.place.counts_rows else None
             self.checkpoint.save(self.step, self._state(), data_state)
@@ -392,20 +393,3 @@ class Trainer:
             shares=self._shares(),
             **self.throughput.summary(),
         )
-
-
-@contextmanager
-def _sole_run_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which goes with the process however it ends. Raises ConfigError if another run has it."""
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            yield
-    except Timeout:
-        raise ConfigError([f"job.dump_folder={folder}: another run is writing there; give each run its own"]) from None
-
-
-def _set_determinism(deterministic: bool) -> None:
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True)
