@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from toy_run import TOY
 
 from torchtitan_lite.config.schema import ActivationCheckpoint, Optimizer
-from torchtitan_lite.distributed.fsdp import shard_model
+from torchtitan_lite.distributed.fsdp import expect_backward, shard_model
 from torchtitan_lite.distributed.mesh import Degrees, Mesh, init_distributed, world_from_environment
 from torchtitan_lite.distributed.tensor_parallel import apply_tensor_parallel, tensor_parallel_problems
 from torchtitan_lite.models.llama3.args import ModelArgs
@@ -37,6 +37,7 @@ class Case:
     args: ModelArgs = ARGS
     mode: str = "none"
     compile_backend: str | None = None
+    microbatches: int = 1  # of which only the last has its gradients reduced, as in a pipeline
 
 
 def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,10 +102,13 @@ def trained(case: Case) -> dict:
     for step in range(STEPS):
         batch = global_batch(step)
         targets = int((batch[1] != -100).sum())
-        tokens, labels, document_ids = (field[first : first + rows] for field in batch)
-        loss = model(tokens, document_ids, labels=labels, loss_fn=loss_fn) / targets
-        loss.backward()
-        total = loss.detach().clone()
+        total = torch.zeros(())
+        microbatches = zip(*(field[first : first + rows].chunk(case.microbatches) for field in batch), strict=True)
+        for i, (tokens, labels, document_ids) in enumerate(microbatches):
+            expect_backward(model, last=i == case.microbatches - 1, reduce_each=False, reshard_each=False)
+            loss = model(tokens, document_ids, labels=labels, loss_fn=loss_fn) / targets
+            loss.backward()
+            total += loss.detach()
         for mesh_dim in range(mesh.fsdp.ndim):
             dist.all_reduce(total, group=mesh.fsdp.get_group(mesh_dim))
         if step == 0:
@@ -142,7 +146,7 @@ CASES = {
     # One query head a rank, each with its own key and value; tied.
     "tp4": Case(Degrees(tp=4), replace(TIED, n_kv_heads=4, attention="flex_block_causal"), mode="full"),
     "fsdp": Case(Degrees(dp_shard=2, tp=2), TIED),
-    "hsdp": Case(Degrees(dp_replicate=2, tp=2), mode="selective"),
+    "hsdp": Case(Degrees(dp_replicate=2, tp=2), mode="selective", microbatches=2),
     "compiled": Case(Degrees(tp=2), replace(TIED, attention="sdpa"), compile_backend="aot_eager"),
     "compiled_selective": Case(Degrees(tp=2), mode="selective", compile_backend="aot_eager"),
 }

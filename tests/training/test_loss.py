@@ -186,7 +186,7 @@ def test_compiled_work_on_a_chunk_is_one_graph_for_all_batches():
 UNEVEN_BUDGET = 144
 
 
-def vocabulary_parallel(compile_backend: str | None) -> dict:
+def vocabulary_parallel() -> dict:
     """Loss and whole gradients on this rank, by (labels, budget of logits, how h comes)."""
     world = world_from_environment()
     init_distributed(world, timeout_seconds=60)
@@ -206,7 +206,7 @@ def vocabulary_parallel(compile_backend: str | None) -> dict:
         h.requires_grad_()
         weight = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
         assert weight.to_local().shape[0] == (11 if world.rank == 3 else 13)
-        loss_fn = LinearCrossEntropy(compile_backend, chunk_logits)
+        loss_fn = LinearCrossEntropy(chunk_logits=chunk_logits)
         loss = loss_fn(h, weight, targets)
         (loss * 0.37).backward()
         with torch.no_grad():
@@ -218,10 +218,9 @@ def vocabulary_parallel(compile_backend: str | None) -> dict:
     return results
 
 
-@pytest.mark.parametrize("compile_backend", [None, "aot_eager"])
-def test_shards_of_the_vocabulary_give_the_value_and_gradients_of_full_logits(rank_pool, compile_backend):
-    per_rank = rank_pool.run(4, vocabulary_parallel, compile_backend)
-    for results in per_rank:
+def test_shards_of_the_vocabulary_give_the_value_and_gradients_of_full_logits(rank_pool):
+    # Compiled, they are part of what tests/distributed/test_tensor_parallel.py compiles.
+    for results in rank_pool.run(4, vocabulary_parallel):
         for (labels, _, kind), (got, evaluated) in results.items():
             expected = reference(*inputs(labels), scale=0.37)
             for actual, right in zip(got, expected, strict=True):
