@@ -200,8 +200,8 @@ def failures(**exit_codes: int) -> ChildFailedError:
     [
         (failures(r3=1), None, "Rank 3 ended with exit code 1.", "Rank 3 ended"),
         (failures(r0=FOLLOWED, r1=-9, r2=FOLLOWED), None, "Rank 1 ended with exit code -9 (SIGKILL).", "Rank 1 ended"),
-        (failures(r0=FOLLOWED), "Rank 9 failed.", "ends with the run. Rank 9 failed.", "has lost another node"),
-        (failures(r0=FOLLOWED), None, "ends with the run. Another node has ended", "has lost another node"),
+        (failures(r0=FOLLOWED), "Rank 9 failed.", "ends with the run. Rank 9 failed.", "Rank 9 failed."),
+        (failures(r0=FOLLOWED), None, "ends with the run. Another node has ended", "Another node has ended"),
         (
             RendezvousTimeoutError(),
             None,

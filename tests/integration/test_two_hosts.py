@@ -24,8 +24,9 @@ time.sleep(1000)
 LAUNCHER = """
 import sys
 from torchtitan_lite.distributed import multinode
+from torchtitan_lite.distributed.nodes import nodes_of_run
 multinode._GRACE_SECONDS = 1
-multinode.run_with_others(multinode.nodes_of_run(), ["--nproc_per_node=1", sys.argv[1]])
+multinode.run_with_others(nodes_of_run(), ["--nproc_per_node=1", sys.argv[1]])
 """
 
 

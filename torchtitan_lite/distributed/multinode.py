@@ -53,18 +53,19 @@ def run_with_others(nodes: Nodes, command: list[str]) -> NoReturn:
     board = FailureBoard(nodes)
     follower = _Follower(board)
 
-    def fail(message: str, code: int = 1) -> NoReturn:
+    def end(message: str, code: int = 1, post: bool = True) -> NoReturn:
+        follower.over.set()
         for signalled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signalled, signal.SIG_DFL)  # torchrun would raise here, too
         print(message, file=sys.stderr)
-        board.post(message)
+        if post:
+            board.post(message)
         if is_here:
             time.sleep(_LINGER_SECONDS)
         leave(code)
 
-    def end_with_the_run(otherwise: str = "Another node has ended, and its output tells why.") -> NoReturn:
-        print(f"{name} ends with the run. {follower.failure or otherwise}", file=sys.stderr)
-        leave(1)
+    def end_with_the_run(otherwise: str, post: bool = True) -> NoReturn:
+        end(f"{name} ends with the run. {follower.failure or otherwise}", post=post)
 
     follower.start()
     try:
@@ -81,21 +82,21 @@ def run_with_others(nodes: Nodes, command: list[str]) -> NoReturn:
         )
     except ChildFailedError as error:
         if all(failure.exitcode == FOLLOWED for failure in error.failures.values()):
-            board.post(f"{name} has lost another node.")  # for those that neither noticed nor were told
-            end_with_the_run()
-        fail(f"{name}: {first_failure(error)}")
+            end_with_the_run("Another node has ended, and its output tells why.")
+        end(f"{name}: {first_failure(error)}")
     except SignalException as error:
         if follower.has_signalled:
-            end_with_the_run()
-        fail(f"{name} was told to end by {signal.Signals(error.sigval).name}.", 128 + error.sigval)
+            end_with_the_run("Another node has ended.")
+        end(f"{name} was told to end by {signal.Signals(error.sigval).name}.", 128 + error.sigval)
     except RendezvousTimeoutError:
-        fail(
+        end(
             f"{name}: within RDZV_TIMEOUT={nodes.timeout} s not all of the NNODES={nodes.count} nodes came to "
             f"RDZV_ENDPOINT={nodes.endpoint} under RDZV_ID={nodes.id}. Start the others, with the same values."
         )
     except RendezvousConnectionError:
         end_with_the_run(
-            f"The launcher at RDZV_ENDPOINT={nodes.endpoint} has ended, or cannot be reached; its output tells why."
+            f"The launcher at RDZV_ENDPOINT={nodes.endpoint} has ended, or cannot be reached; its output tells why.",
+            post=False,
         )
     # Not by returning: the follower may be connecting, and Python could not end around it.
     leave(0)
@@ -117,13 +118,16 @@ class _Follower(threading.Thread):
         self._board = board
         self.failure: str | None = None
         self.has_signalled = False
+        self.over = threading.Event()  # this node ends anyway
 
     def run(self) -> None:
         while self.failure is None:
-            time.sleep(_POLL_SECONDS)
+            if self.over.wait(_POLL_SECONDS):
+                return
             with suppress(ConnectionError):  # not there yet; when it is no more, torchrun itself ends
                 self.failure = self._board.read()
-        time.sleep(_GRACE_SECONDS)
+        if self.over.wait(_GRACE_SECONDS):
+            return
         self.has_signalled = True
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun passes it on, and half a minute later kills what is left
 
