@@ -12,6 +12,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,6 +23,9 @@ from torchtitan_lite.data.collator import PADDING_ID, Batch
 if TYPE_CHECKING:
     from torchtitan_lite.models.llama3.args import ModelArgs
     from torchtitan_lite.models.llama3.model import Transformer
+
+# [n, ...] -> [ranks x n, ...], differentiable. torch 2.13 gave it another name and warns of the old one.
+_all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
 def head_tail_chunks(seq: int, rank: int, degree: int) -> Chunks:
@@ -88,23 +92,10 @@ class ContextParallelAttention:
     def _whole_rows(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """k and v of the whole rows, in their natural order, by one collective. Its backward sums the gradients of all
         ranks' queries and leaves each rank those of its own tokens."""
-        gathered = _all_gather(torch.stack((k, v)), self.group_name)  # [degree x 2, batch, seq / degree, ...]
+        gathered = _all_gather(torch.stack((k, v)), 0, self.group_name)  # [degree x 2, batch, seq / degree, ...]
         ranks = [pair.chunk(2, dim=2) for pair in gathered.chunk(self.degree)]  # (head, tail), k and v in each
         pairs = torch.cat([head for head, _ in ranks] + [tail for _, tail in reversed(ranks)], dim=2)
         return list(pairs.unbind())
-
-
-def _all_gather(x: Tensor, group_name: str) -> Tensor:
-    """[n, ...] -> [ranks x n, ...], differentiable."""
-    import torch.distributed._functional_collectives as collectives
-
-    # torch 2.13 gave it another name and warns of the old one.
-    name = (
-        "all_gather_single_autograd"
-        if hasattr(collectives, "all_gather_single_autograd")
-        else "all_gather_tensor_autograd"
-    )
-    return getattr(collectives, name)(x, 0, group_name)
 
 
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
