@@ -3,8 +3,9 @@
     python scripts/gpu_check.py --out docs/gpu_check.md
 
 Every attention engine is held against naive attention in fp32: outputs, gradients, isolation of documents, sliding
-windows, grouped heads, compiled without graph breaks or recompilation, no wait for the device in `prepare`. Then the
-debug model is trained for some steps under each attention, eager and compiled. Exit code 1 if a check fails.
+windows, grouped heads, compiled without graph breaks or recompilation, no wait for the device in `prepare`; all but
+isolation also with the queries of context-parallel ranks, one after another. Then the debug model is trained for some
+steps under each attention, eager and compiled. Exit code 1 if a check fails.
 `--device cpu` runs what a CPU can do of it, to try the script itself.
 """
 
@@ -27,10 +28,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchtitan_lite.attention.backends import build_backend, unsupported
-from torchtitan_lite.attention.masks import MaskSpec, dense_mask
+from torchtitan_lite.attention.masks import Chunks, MaskSpec, dense_mask
+from torchtitan_lite.distributed.context_parallel import head_tail_chunks
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS, KV_HEADS, HEAD_DIM, SEQ, MAX_DOCUMENTS = 8, 2, 64, 1024, 32
+CP_DEGREE = 4
 # Largest error allowed: rounding of the type, some times over.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -101,12 +104,30 @@ def error_of(got: Tensor, wanted: Tensor) -> float:
     return ((got.float() - wanted.float()).abs().max() / wanted.float().abs().max().clamp(min=1)).item()
 
 
-def check_against_naive(case: Case, device: str) -> str:
+def shares_rows(case: Case, device: str) -> bool:
+    settings = {"device_type": device, "dtype": case.dtype, "spec": case.spec, "engine": case.engine}
+    return not unsupported(case.attention, **settings, context_parallel_degree=CP_DEGREE)
+
+
+def attend(case: Case, ids: Tensor, q: Tensor, k: Tensor, v: Tensor, degree: int) -> Tensor:
+    """Attention of whole rows, or of the chunks of each of ``degree`` ranks, put together again."""
+    backend, spec = case.backend(), case.spec
+    if degree == 1:
+        return backend.forward(q, k, v, backend.prepare(ids, spec), spec)
+    outs = {}
+    for rank in range(degree):
+        chunks = head_tail_chunks(SEQ, rank, degree)
+        own = torch.cat([q[:, lo:hi] for lo, hi in chunks], dim=1)
+        out = backend.forward(own, k, v, backend.prepare(ids, spec, chunks), spec)
+        outs.update(zip(chunks, out.chunk(2, dim=1), strict=True))
+    return torch.cat([outs[chunk] for chunk in sorted(outs)], dim=1)
+
+
+def check_against_naive(case: Case, device: str, degree: int = 1) -> str:
     """Outputs and gradients."""
     ids, (q, k, v) = random_documents(3, 7, device), inputs(3, case.dtype, device)
-    backend = case.backend()
     upstream = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(device, case.dtype)
-    out = backend.forward(q, k, v, backend.prepare(ids, case.spec), case.spec)
+    out = attend(case, ids, q, k, v, degree)
     grads = torch.autograd.grad(out, (q, k, v), upstream)
     reference = naive(q, k, v, dense_mask(ids, case.spec))
     wanted = torch.autograd.grad(reference, (q, k, v), upstream.float())
@@ -114,6 +135,11 @@ def check_against_naive(case: Case, device: str) -> str:
     text = "errors of out, dq, dk, dv: " + ", ".join(f"{e:.1e}" for e in errors)
     assert max(errors) <= TOLERANCE[case.dtype], text
     return text
+
+
+def check_context_parallel(case: Case, device: str) -> str:
+    """Outputs and gradients of all ranks' queries."""
+    return check_against_naive(case, device, CP_DEGREE) if shares_rows(case, device) else "not supported"
 
 
 def check_isolation(case: Case, device: str) -> str:
@@ -134,10 +160,18 @@ def check_isolation(case: Case, device: str) -> str:
     return "equal bit for bit" if equal else "differ, as they must"
 
 
-def check_compiled(case: Case, device: str) -> str:
+def check_compiled_context_parallel(case: Case, device: str) -> str:
+    """The same for the queries of the second rank."""
+    if not shares_rows(case, device):
+        return "not supported"
+    return check_compiled(case, device, head_tail_chunks(SEQ, 1, CP_DEGREE))
+
+
+def check_compiled(case: Case, device: str, chunks: Chunks | None = None) -> str:
     """One full graph for ten batches with other documents each, forward and backward."""
     torch._dynamo.reset()
     backend, spec = case.backend(), case.spec
+    own = torch.cat([torch.arange(lo, hi) for lo, hi in chunks or ((0, SEQ),)]).to(device)
     counter = CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
 
     @torch.compile(backend=counter, fullgraph=True)
@@ -146,9 +180,9 @@ def check_compiled(case: Case, device: str) -> str:
 
     for seed in range(10):
         ids, (q, k, v) = random_documents(2, 3 * seed, device), inputs(2, case.dtype, device, seed)
-        out = block(q, k, v, backend.prepare(ids, spec))
+        out = block(q[:, own], k, v, backend.prepare(ids, spec, chunks))
         out.float().square().sum().backward()
-        error = error_of(out, naive(q, k, v, dense_mask(ids, spec)))
+        error = error_of(out, naive(q, k, v, dense_mask(ids, spec))[:, own])
         assert error <= TOLERANCE[case.dtype], f"batch {seed}: error {error:.1e}"
     assert counter.frame_count == 1, f"{counter.frame_count} graphs"
     return "one graph"
@@ -159,10 +193,13 @@ def check_no_sync(case: Case, device: str) -> str:
     if device != "cuda":
         return "needs CUDA"
     ids, backend = random_documents(3, 7, device), case.backend()
-    backend.prepare(ids, case.spec)
+    masks = [None, head_tail_chunks(SEQ, 1, CP_DEGREE)] if shares_rows(case, device) else [None]
+    for chunks in masks:
+        backend.prepare(ids, case.spec, chunks)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        backend.prepare(ids, case.spec)
+        for chunks in masks:
+            backend.prepare(ids, case.spec, chunks)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return "no wait"
@@ -198,7 +235,14 @@ def check_training(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
 
 def all_checks(device: str) -> Iterator[tuple[str, Callable[[], str]]]:
     for case in cases(device):
-        for check in (check_against_naive, check_isolation, check_compiled, check_no_sync):
+        for check in (
+            check_against_naive,
+            check_context_parallel,
+            check_isolation,
+            check_compiled,
+            check_compiled_context_parallel,
+            check_no_sync,
+        ):
             name = check.__name__.removeprefix("check_").replace("_", " ")
             yield f"{name}: {case}", lambda check=check, case=case: check(case, device)
     yield from check_training(device)

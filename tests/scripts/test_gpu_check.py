@@ -12,6 +12,7 @@ def test_cases_pass_on_cpu(case, monkeypatch):
     monkeypatch.setattr(gpu_check, "SEQ", 128)
     monkeypatch.setattr(gpu_check, "HEAD_DIM", 16)
     assert gpu_check.check_against_naive(case, "cpu").startswith("errors of out")
+    assert gpu_check.check_context_parallel(case, "cpu").startswith("errors of out")
     assert gpu_check.check_isolation(case, "cpu") == (
         "differ, as they must" if case.attention == "sdpa" else "equal bit for bit"
     )
@@ -22,7 +23,9 @@ def test_a_leak_is_caught(monkeypatch):
     monkeypatch.setattr(gpu_check, "SEQ", 128)
     leaky = gpu_check.Case("sdpa", "auto", None, torch.float32)
     monkeypatch.setattr(gpu_check.Case, "spec", property(lambda self: MaskSpec(document=True)))
-    monkeypatch.setattr("torchtitan_lite.attention.sdpa.SdpaAttention.prepare", lambda self, ids, spec: None)
+    monkeypatch.setattr(
+        "torchtitan_lite.attention.sdpa.SdpaAttention.prepare", lambda self, ids, spec, chunks=None: None
+    )
     with pytest.raises(AssertionError, match="errors of out"):
         gpu_check.check_against_naive(leaky, "cpu")
     with pytest.raises(AssertionError, match="equal: False"):
