@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from toy_run import TOY
@@ -446,6 +447,22 @@ def test_stages_share_out_the_whole_model():
         cut_stage(stage, layers, first=number == 0, last=number == 3)
         names += [name for name, _ in stage.named_parameters()]
     assert sorted(names) == sorted(whole)
+
+
+def test_compiled_code_outlives_the_first_half_of_a_backward(one_rank, monkeypatch):
+    """As FlexAttention on CUDA must, which is compiled even where blocks are not."""
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
+    _, stages, pipeline = built(Case("ZBVZeroBubble", pp=1, compile_backend="aot_eager"))
+    batch = packed(2)
+    # A whole backward comes first, as in DualPipeV, for torch compiles a backward for what it first meets.
+    hidden = torch.randn(1, SEQ, ARGS.dim, requires_grad=True)
+    stages[1](hidden, *(field[:1] for field in batch[2:]), labels=batch.labels[:1], loss_fn=pipeline.loss_fn).backward()
+    stages[1].zero_grad()
+    pipeline.forward_backward(batch, num_targets(batch))
+    _, gradients = reference(2, ARGS.n_layers)
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradients[name], rtol=1e-4, atol=1e-7, msg=name)
 
 
 def test_a_step_that_fails_drops_what_others_wait_for(one_rank, monkeypatch):
