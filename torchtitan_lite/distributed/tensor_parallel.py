@@ -66,8 +66,8 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, async_tp: boo
         parallelize_module(
             model.tok_embeddings, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         )
-        # What comes out has its reduction still under way, as a subclass of Tensor in whose place the backward of a
-        # compiled block is handed a plain tensor, and fails. The copy waits for it.
+        # What comes out has its reduction still under way, as a subclass of Tensor. The backward of a compiled block
+        # hands that no gradient: it fails, or the embedding silently learns nothing through it. The copy waits.
         model.tok_embeddings.register_forward_hook(lambda module, inputs, out: out.clone())
     if model.norm is not None:
         parallelize_module(model.norm, mesh, SequenceParallel())
