@@ -43,9 +43,7 @@ def build_parts(config: Config, args: ModelArgs, mesh: Mesh) -> dict[int, Transf
             apply_tensor_parallel(part, mesh.tp, async_tp=config.parallelism.enable_async_tensor_parallel)
         if mesh.degrees.cp > 1:
             apply_context_parallel(part, mesh.cp)
-        apply_activation_checkpoint(part, config.activation_checkpoint)
-        if config.compile.enable and "model" in config.compile.components:
-            compile_blocks(part, config.compile.backend)
+        _checkpoint_and_compile(part, config)
         shard_model(
             part,
             mesh.fsdp,
@@ -56,6 +54,21 @@ def build_parts(config: Config, args: ModelArgs, mesh: Mesh) -> dict[int, Transf
         )
         parts[stage] = part
     return parts
+
+
+def _checkpoint_and_compile(part: Transformer, config: Config) -> None:
+    """What selective checkpointing keeps of a block is decided operation by operation, inside the compiled graph. A
+    block that is recomputed whole is so from outside: then the graph is the same for blocks that are and blocks that
+    are not, and torch 2.13, which cannot keep a DTensor's mesh for the backward of such a graph, need not.
+    """
+    recompute = config.activation_checkpoint
+    inside = recompute.mode == "selective" and recompute.selective_ac_option == "op"
+    if inside:
+        apply_activation_checkpoint(part, recompute)
+    if config.compile.enable and "model" in config.compile.components:
+        compile_blocks(part, config.compile.backend)
+    if not inside:
+        apply_activation_checkpoint(part, recompute)
 
 
 def build_pipeline(
