@@ -56,7 +56,7 @@ class Hosts:
             if process.poll() is None:
                 kill_tree(process)
 
-    def end(self, timeout: float = 300) -> list[int]:
+    def end(self, timeout: float = 600) -> list[int]:
         """Wait for both; their exit codes."""
         return [process.wait(timeout) for process in self.processes]
 
@@ -91,7 +91,7 @@ def test_two_hosts_train_as_one(settings, tmp_path, rank_pool):
 def test_a_rank_that_stands_still_ends_both_hosts(settings, tmp_path):
     settings = (*settings, "--training.steps=100000", "--comm.train_timeout_seconds=6")
     with Hosts(tmp_path, command(*settings, f"--job.dump_folder={tmp_path}")) as hosts:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while not ((tmp_path / "metrics.jsonl").exists() and len(metrics(tmp_path)) > 2):
             assert time.monotonic() < deadline and None in [p.poll() for p in hosts.processes], hosts.said()
             time.sleep(0.1)
