@@ -69,6 +69,14 @@ class RankPool:
         self._ranks = []
 
 
+def _forget_meshes() -> None:
+    """DTensor remembers results by mesh, and a mesh of other groups over the same ranks is the same to it."""
+    from torch.distributed.tensor import debug
+
+    for which in ("", "python_", "fast_path_"):
+        getattr(debug, f"_clear_{which}sharding_prop_cache", lambda: None)()
+
+
 def _serve(pipe: Any) -> None:
     os.environ.update(CUDA_VISIBLE_DEVICES="", MASTER_ADDR="127.0.0.1", LOG_RANK="")
     import torch
@@ -87,5 +95,6 @@ def _serve(pipe: Any) -> None:
                 if dist.is_initialized():
                     dist.destroy_process_group()
             torch._dynamo.reset()
+            _forget_meshes()
             # As bytes: sent as they are, tensors would be shared memory that ends with this process.
             pipe.send_bytes(pickle.dumps(answer))

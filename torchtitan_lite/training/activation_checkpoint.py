@@ -14,8 +14,8 @@ from torchtitan_lite.config.schema import ActivationCheckpoint
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
-def _attention_ops() -> set:
-    """The operations that compute attention, under every back-end: dear to compute, cheap to keep."""
+def _saved_ops() -> set:
+    """Dear to compute and cheap to keep: attention under every back-end, and sums over ranks."""
     import torchtitan_lite.attention.varlen  # noqa: F401  (registers torchtitan_lite and torch_attn operators)
 
     return {
@@ -28,12 +28,14 @@ def _attention_ops() -> set:
         torch.ops.torch_attn._varlen_attn.default,
         torch.ops.torchtitan_lite.varlen_attention.default,
         torch.ops.higher_order.flex_attention,
+        # Of tensor parallelism: small (a rank's own tokens), and recomputing it would communicate once more.
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
 
 
 def _selective_contexts():
     """Save attention and every second matrix product; recompute the rest (normalisation, SwiGLU, RoPE, the others)."""
-    saved = _attention_ops()
+    saved = _saved_ops()
     matmuls = defaultdict(int)  # forward and recomputation count apart
 
     def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
