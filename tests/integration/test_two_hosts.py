@@ -25,6 +25,7 @@ LAUNCHER = """
 import sys
 from torchtitan_lite.distributed import multinode
 from torchtitan_lite.distributed.nodes import nodes_of_run
+multinode._POLL_SECONDS = 0.5
 multinode._GRACE_SECONDS = 1
 multinode.run_with_others(nodes_of_run(), ["--nproc_per_node=1", sys.argv[1]])
 """

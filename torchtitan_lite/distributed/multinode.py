@@ -24,8 +24,8 @@ from torchtitan_lite.observability.logging import logger
 _POLL_SECONDS = 2
 # For processes to notice by themselves that others have ended.
 _GRACE_SECONDS = 10
-# For others to read the board, which ends with the launcher that serves it. More than one of their polls.
-_LINGER_SECONDS = 3
+# For others to read the board, which ends with the launcher that serves it. More than two of their polls.
+_LINGER_SECONDS = 5
 
 
 def run_with_others(nodes: Nodes, command: list[str]) -> NoReturn:
