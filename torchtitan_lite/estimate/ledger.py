@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,7 @@ _COLLECTIVES = {
     "_c10d_functional::all_reduce": ("all-reduce", 2),
     "_c10d_functional::all_to_all_single": ("all-to-all", 1),
 }
+_NOT_SENDING = {"c10d::recv_", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
 _ATTENTION = {"torchtitan_lite::varlen_attention", "torch_attn::_varlen_attn"}
 _FLASH_BACKWARD = "torch_attn::_varlen_attn_backward"
@@ -84,6 +86,7 @@ class Ledger(TorchDispatchMode):
         self._alive = 0
         self._region = ACTIVATIONS
         self._peak, self._peak_bytes = Snapshot(), 0
+        self._at_peak = False  # and it is still to be written down: before anything goes, which is seldom enough
         self.done: Counter[str | Traffic] = Counter()
 
     def __enter__(self) -> Ledger:
@@ -93,6 +96,7 @@ class Ledger(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             if known := self._storages.get(storage._cdata):
+                self._write_peak_down()
                 self._alive += storage.nbytes() - known.bytes
                 known.bytes, known.kind = storage.nbytes(), GATHERED
                 self._note_peak()
@@ -111,8 +115,9 @@ class Ledger(TorchDispatchMode):
 
     def take_peak(self) -> Snapshot:
         """The fullest moment since the last call."""
+        self._write_peak_down()
         peak = self._peak
-        self._peak, self._peak_bytes = self.snapshot(), self._alive
+        self._peak_bytes, self._at_peak = self._alive, True
         return peak
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -142,7 +147,7 @@ class Ledger(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in _tensors(out):
             self._storage(tensor)
-        name = func._schema.name
+        name = _name(func)
         if name.startswith("fsdp::"):
             self._fsdp_buffers(name, args, kwargs)
         elif name.startswith(("c10d::", "_c10d_functional::")):
@@ -168,12 +173,19 @@ class Ledger(TorchDispatchMode):
         return self._storages[key]
 
     def _gone(self, key: int) -> None:
+        self._write_peak_down()
         self._alive -= self._storages.pop(key).bytes
 
     def _note_peak(self, scratch: int = 0) -> None:
         if self._alive + scratch > self._peak_bytes:
-            self._peak = Snapshot([*self._storages.values(), _Storage(scratch, ACTIVATIONS)])
-            self._peak_bytes = self._alive + scratch
+            self._peak_bytes, self._at_peak = self._alive + scratch, True
+            if scratch:
+                self._peak = Snapshot([*self._storages.values(), _Storage(scratch, ACTIVATIONS)])
+                self._at_peak = False
+
+    def _write_peak_down(self) -> None:
+        if self._at_peak:
+            self._peak, self._at_peak = self.snapshot(), False
 
     def _fsdp_buffers(self, name: str, args: tuple, kwargs: dict) -> None:
         if name == "fsdp::chunk_cat":
@@ -182,16 +194,19 @@ class Ledger(TorchDispatchMode):
             self.label([t for t in _tensors((args, kwargs)) if self._storage(t).kind != PARAMETERS], GATHERED)
 
     def _communication(self, schema: torch.FunctionSchema, args: tuple, kwargs: dict, out: Any) -> None:
-        if schema.name == "_c10d_functional::wait_tensor":
+        if schema.name in _NOT_SENDING:
             return
-        if schema.name not in _COLLECTIVES:
+        if schema.name not in _COLLECTIVES and schema.name != "c10d::send":
             raise NotImplementedError(f"the ledger does not know how many bytes {schema.name} sends")
         given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
         group = _process_group(given["process_group"] if "process_group" in given else given["group_name"])
         if schema.name == "c10d::_reduce_scatter_base_":  # FSDP's; what comes out is the gradient
             self.label([given["output_tensor"]], GRADIENTS)
-        collective, times = _COLLECTIVES[schema.name]
         whole = max(tensor.nbytes for tensor in _tensors((args, kwargs, out)))
+        if schema.name == "c10d::send":
+            self.done[Traffic("send", group.group_name)] += whole
+            return
+        collective, times = _COLLECTIVES[schema.name]
         ranks = group.size()
         self.done[Traffic(collective, group.group_name)] += times * whole * (ranks - 1) // ranks
 
@@ -203,7 +218,14 @@ def _process_group(argument: Any) -> ProcessGroup:
     return argument if isinstance(argument, ProcessGroup) else ProcessGroup.unbox(argument)
 
 
+@functools.cache
+def _name(func: torch._ops.OpOverload) -> str:
+    return func._schema.name
+
+
 def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

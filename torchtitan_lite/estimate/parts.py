@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map_only
 
 from torchtitan_lite.config.schema import ActivationCheckpoint, Optimizer
@@ -34,8 +36,8 @@ from torchtitan_lite.estimate.ledger import (
     Traffic,
 )
 from torchtitan_lite.models.llama3.model import Transformer
+from torchtitan_lite.training import loss
 from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
-from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.optimizer import build_optimizer
 
 Bytes = Counter[str]
@@ -215,47 +217,44 @@ class ThinnedPart:
         _put_masks_on_paper(part, rows.document_ids)
         if gather := getattr(part.backend, "_whole_rows", None):
             part.backend._whole_rows = ledger.region(KEYS_VALUES)(gather)
-        self._loss_fn = LinearCrossEntropy()
+        self._loss_fn = loss.LinearCrossEntropy()
         self._passage: _Passage
         if tensor_parallel:
             # DTensor tries every operator it meets for the first time on tensors of global shape, which would be seen.
-            self.microbatches(next(iter(settings)), 1)
+            self.measure({"": next(iter(settings))}, "", 1)
 
-    def microbatches(self, setting: ActivationCheckpoint, count: int) -> list[Microbatch]:
-        """The ``count`` microbatches of a step, one after the other."""
-        kinds = self._kinds(setting)
+    def measure(
+        self, settings: dict[str, ActivationCheckpoint], own: str, microbatches: int
+    ) -> dict[str, list[Microbatch]]:
+        """A step of so many ``microbatches``, by setting.
+
+        Of the run's ``own`` one: the first, one of those between if there are any, and the last. Of each other one:
+        one of those between, or, if it has neither beginning nor end, the only one.
+        """
+        others = [name for name in settings if name != own]
+        if microbatches == 1:
+            order = [(name, True) for name in (own, *others)]
+        else:
+            order = [(name, False) for name in (own, *([own] if microbatches > 2 else []), *others)] + [(own, True)]
+        passages = []
+        # All are read before any is looked at: what a tensor was for may come out at the end.
+        for name, last in order:
+            kinds = self._kinds(settings[name])
+            passages.append((name, last, self._missing(kinds), self._pass(last=last)))
+
+        found: dict[str, list[Microbatch]] = {name: [] for name in settings}
+        left: Bytes = Counter()  # by the missing layers, when their earlier microbatches were through
+        for name, last, missing, passage in passages:
+            forward, backward = passage.missing_memory(missing)
+            found[name].append(_microbatch(passage, missing, left))
+            left = Counter() if last else _plus(left, forward, backward)
+        return found
+
+    def _missing(self, kinds: dict[str, bool]) -> Counter[int]:
+        """How many of the missing layers are like the one in a place of those that are run."""
         run = list(self.part.layers)
         like = {kinds[name]: place for place, name in enumerate(run) if 1 < place < len(run) - 1}
-        missing = Counter(like[kind] for name, kind in kinds.items() if name not in run)
-
-        # All are read before any is looked at: what a tensor was for may come out at the end.
-        passages = [self._pass(last=i == count - 1) for i in range(count)]
-        left: Bytes = Counter()  # by the missing layers, when their earlier microbatches were through
-        microbatches = []
-        for passage in passages:
-            forward, backward = passage.missing_memory(missing)
-            peaks = {stretch: _plus(peak.bytes(), left) for stretch, peak in passage.peaks.items()}
-            between = _less(passage.between.alive.bytes(), passage.start.alive.bytes())
-            after = _plus(passage.end.alive.bytes(), left, forward, backward)
-            forward_done, backward_done = passage.done(missing)
-            microbatches.append(
-                Microbatch(
-                    saved=_of_microbatch(
-                        Counter({k: between[k] + forward[k] for k in (ACTIVATIONS, LOSS, KEYS_VALUES)})
-                    ),
-                    forward=_of_microbatch(_fullest(peaks["head"], _plus(peaks["forward"], forward))),
-                    backward=_of_microbatch(
-                        _fullest(_plus(peaks["backward"], forward), _plus(peaks["tail"], forward, backward))
-                    ),
-                    after=_of_microbatch(after),
-                    forward_done=forward_done,
-                    backward_done=backward_done,
-                )
-            )
-            left = _plus(left, forward, backward)
-        for parameter in self.part.parameters():
-            parameter.grad = None
-        return microbatches
+        return Counter(like[kind] for name, kind in kinds.items() if name not in run)
 
     def _kinds(self, setting: ActivationCheckpoint) -> dict[str, bool]:
         """Apply ``setting`` to all layers; whether each is checkpointed, which is what makes it cost what it does."""
@@ -300,14 +299,37 @@ class ThinnedPart:
             out.backward(grad)
         del out, entering
         passage.take_peak("tail")
+        ledger.label(map(_local, part.parameters()), PARAMETERS)  # FSDP pads uneven shards anew at the first forward
         ledger.label((_local(p.grad) for p in part.parameters() if p.grad is not None), GRADIENTS)
         ledger.relabel(ACTIVATIONS, UNREDUCED)  # what outlives a microbatch has to do with its gradients
         passage.end = passage.read()
+        if last:
+            for parameter in part.parameters():
+                parameter.grad = None
         return passage
 
     def _loss(self, *args: Tensor) -> Tensor:
-        with self.ledger.region(LOSS):
+        def offset(*of: Any) -> Any:  # worked out on tensors, which must not be fake
+            with unset_fake_temporarily():
+                return compute_local_shape_and_global_offset(*of)
+
+        with self.ledger.region(LOSS), mock.patch.object(loss, "compute_local_shape_and_global_offset", offset):
             return self._loss_fn(*args) / 1  # as by the number of targets
+
+
+def _microbatch(passage: _Passage, missing: Counter[int], left: Bytes) -> Microbatch:
+    forward, backward = passage.missing_memory(missing)
+    peaks = {stretch: _plus(peak.bytes(), left) for stretch, peak in passage.peaks.items()}
+    saved = _plus(_less(passage.between.alive.bytes(), passage.start.alive.bytes()), forward)
+    forward_done, backward_done = passage.done(missing)
+    return Microbatch(
+        saved=_of_microbatch(Counter({kind: saved[kind] for kind in (ACTIVATIONS, LOSS, KEYS_VALUES)})),
+        forward=_of_microbatch(_fullest(peaks["head"], _plus(peaks["forward"], forward))),
+        backward=_of_microbatch(_fullest(_plus(peaks["backward"], forward), _plus(peaks["tail"], forward, backward))),
+        after=_of_microbatch(_plus(passage.end.alive.bytes(), left, forward, backward)),
+        forward_done=forward_done,
+        backward_done=backward_done,
+    )
 
 
 def _layers_to_run(kinds: dict[str, bool]) -> set[str]:

@@ -23,9 +23,6 @@ from torchtitan_lite.estimate.parts import Done, Microbatch, Rows, State, Thinne
 from torchtitan_lite.estimate.plan import Plan, paper_args, paper_config
 from torchtitan_lite.training.parallelize import as_one, build_parts, reshards
 
-# First, one of those between, and last: what each communicates differs. Memory is at its most in the second.
-_OWN_MICROBATCHES, _OTHER_MICROBATCHES = 3, 2
-
 
 @dataclass(frozen=True)
 class RankCosts:
@@ -33,8 +30,7 @@ class RankCosts:
 
     Attributes:
         stages: numbers of its pipeline stages.
-        microbatches: by the setting of activation checkpointing and for each stage: the first microbatch of a step and
-            the last, and for the run's own setting one between, if there are as many.
+        microbatches: by the setting of activation checkpointing and for each stage, as of :meth:`ThinnedPart.measure`.
     """
 
     rank: int
@@ -91,9 +87,7 @@ def measure_rank(plan: Plan, rank: int, settings: dict[str, ActivationCheckpoint
                     reshard_each=not pipelined and reshards(config),
                     tensor_parallel=plan.degrees.tp > 1,
                 )
-                for name, setting in settings.items():
-                    wanted = _OWN_MICROBATCHES if name == plan.own_setting else _OTHER_MICROBATCHES
-                    microbatches = thinned.microbatches(setting, min(plan.microbatches, wanted))
+                for name, microbatches in thinned.measure(settings, plan.own_setting, plan.microbatches).items():
                     found[name].append([_by_dimension(m, dimensions) for m in microbatches])
     return RankCosts(rank, tuple(parts), state, found)
 
