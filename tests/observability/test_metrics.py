@@ -28,6 +28,7 @@ METRICS = StepMetrics(
     padding_fraction=0.0625,
     documents_per_row=3.5,
     mask_density=0.125,
+    attention_imbalance=1.5,
     data_wait_fraction=0.25,
     memory_gib=1.234,
     memory_fraction=0.013,
@@ -47,6 +48,7 @@ JSONL_KEYS = [
     "padding_fraction",
     "documents_per_row",
     "mask_density",
+    "attention_imbalance",
     "data_wait_fraction",
     "memory_gib",
     "time_s",
@@ -163,6 +165,7 @@ def test_tensorboard_has_torchtitans_tags_and_reads_as_one_run(config, tmp_path)
             "packing/padding(%)": 6.25,
             "packing/documents_per_row": 3.5,
             "packing/mask_density(%)": 12.5,
+            "parallel/attention_imbalance": 1.5,
         },
         rel=1e-6,
     )
