@@ -18,6 +18,7 @@ from torchtitan_lite.training.checkpoint import (
     MARKER,
     CheckpointError,
     CheckpointManager,
+    _damage_named,
     complete_steps,
     is_complete,
 )
@@ -326,3 +327,9 @@ def test_a_failure_to_mark_is_reported(new_run, tmp_path, monkeypatch, async_mod
         run.manager.save(1, {"step": 1})
         run.manager.wait()
     assert complete_steps(tmp_path / "checkpoint") == []
+
+
+@pytest.mark.parametrize("message", ["Connection closed by peer [127.0.0.1]:1", "Timed out waiting 1000ms for recv"])
+def test_a_rank_that_is_gone_is_no_damage(tmp_path, message):
+    with pytest.raises(RuntimeError, match=message[:20]), _damage_named(tmp_path):
+        raise RuntimeError(message)

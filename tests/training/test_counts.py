@@ -44,7 +44,7 @@ def summed(degrees: Degrees) -> tuple[Counts, StepLoss]:
     # 10 and 7 by data-parallel rank; halves of it on context-parallel ranks, all of it on the last stage only.
     held = [10.0, 7.0][place.data_parallel_rank(degrees)] / degrees.cp * (place.pp == degrees.pp - 1)
     loss = StepLoss.over_ranks(torch.tensor(held), [batch], args, degrees, place)
-    return Counts.of([batch], args).over_ranks(place), loss
+    return Counts.of([batch], args).over_ranks(place, degrees), loss
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,21 @@ def test_each_row_is_counted_once_in_every_layout(rank_pool, degrees, imbalance)
         assert loss.mean == pytest.approx(17 / 12)
         assert loss.max == pytest.approx(10 / 5)
         assert loss.attention_imbalance == pytest.approx(imbalance)
+
+
+def disagreeing() -> str:
+    """Two tensor-parallel ranks that have read rows of one and of two documents."""
+    world = world_from_environment()
+    init_distributed(world, timeout_seconds=60)
+    degrees = Degrees(tp=2)
+    rows = [[[np.arange(7)]], [[np.arange(3), np.arange(4)]]][world.rank]
+    batch = collate_rows(rows, seq_len=8, pad_id=0, max_documents_per_row=4)
+    try:
+        Counts.of([batch], TOY).over_ranks(degrees.place(world.rank), degrees)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_share_rows_and_read_others_are_told(rank_pool):
+    assert all("have read different ones" in message for message in rank_pool.run(2, disagreeing))

@@ -151,6 +151,11 @@ def _parallelism(run: _Run) -> Iterator[str]:
         compile_model=compile_model,
         async_tp=parallelism.enable_async_tensor_parallel,
     )
+    if parallelism.enable_async_tensor_parallel and compile_model and config.compile.backend != "inductor":
+        yield (
+            f"parallelism.enable_async_tensor_parallel with compile.backend={config.compile.backend}: inductor alone "
+            "makes the overlap; set it, or leave enable_async_tensor_parallel off"
+        )
     rows = training.global_batch_size // degrees.dp if training.global_batch_size > 0 else training.local_batch_size
     yield from pipeline_problems(
         args,

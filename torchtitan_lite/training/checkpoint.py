@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.distributed.failures import is_peer_failure, is_timeout
 from torchtitan_lite.observability.logging import logger
 
 MARKER = "complete.json"
@@ -249,6 +250,8 @@ def _damage_named(path: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException) as error:
+        if is_timeout(error) or is_peer_failure(error):  # nothing is wrong with the files
+            raise
         causes = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
         reasons = "; ".join(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in causes))
         raise CheckpointError(

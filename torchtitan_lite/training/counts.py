@@ -43,11 +43,20 @@ class Counts:
             pairs=sum(pairs[spec] for spec in specs),
         )
 
-    def over_ranks(self, place: Place) -> Counts:
-        """The sum over all data-parallel ranks; through gloo, so that a GPU is not waited for."""
-        counts = torch.tensor(astuple(self)) * place.counts_rows
-        dist.all_reduce(counts)
-        return Counts(*counts.tolist())
+    def over_ranks(self, place: Place, degrees: Degrees) -> Counts:
+        """The sum over all data-parallel ranks; through gloo, so that a GPU is not waited for.
+
+        Raises RuntimeError where ranks that share rows were seen to have read different ones.
+        """
+        own = torch.tensor(astuple(self))
+        sums = torch.stack((own * place.counts_rows, own))
+        dist.all_reduce(sums)
+        if not torch.equal(sums[0] * (degrees.world_size // degrees.dp), sums[1]):
+            raise RuntimeError(
+                "Ranks that share rows (they differ in pp, cp or tp alone) have read different ones. Do all nodes read "
+                "the same files with the same software?"
+            )
+        return Counts(*sums[0].tolist())
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ class Trainer:
         self.param_dtype = resolve_param_dtype(config.training.mixed_precision_param, self.device.type)
         self._now("building the model")
         self.mesh = Mesh(self.device.type, self.degrees, self.world.rank)
+        set_collective_timeouts(config.comm.init_timeout_seconds)  # torch gives the groups of a mesh half an hour
         self.parts = self._build_parts()
         self.model = as_one(self.parts)
         self.optimizer = build_optimizer(self.model, config.optimizer)
@@ -253,7 +254,7 @@ class Trainer:
         began = time.perf_counter()
         batches = [next(self.batches) for _ in range(self.accumulation)]
         data_wait = time.perf_counter() - began
-        total = Counts.of(batches, self.args).over_ranks(self.place)
+        total = Counts.of(batches, self.args).over_ranks(self.place, self.degrees)
         lr = self._set_lr()
         torch.manual_seed(self._step_seed())
 
@@ -282,8 +283,9 @@ class Trainer:
         """Accumulate the gradients of (sum of token losses / target tokens of all ranks). Returns this rank's sum."""
         loss_sum = torch.zeros((), device=self.device)
         if self.pipeline is not None:  # accumulation is more microbatches of the schedule
-            whole = Batch(*(torch.cat(fields) for fields in zip(*batches, strict=True)))
-            return self.pipeline.forward_backward(self._own_tokens(whole), global_targets)
+            own = [self._own_tokens(batch) for batch in batches]
+            whole = Batch(*(torch.cat(fields) for fields in zip(*own, strict=True)))
+            return self.pipeline.forward_backward(whole, global_targets)
         reduce_each = self.config.parallelism.fsdp_gradient_reduction == "microbatch"
         for i, batch in enumerate(batches):
             batch = self._own_tokens(batch)
@@ -298,8 +300,9 @@ class Trainer:
 
     def _own_tokens(self, batch: Batch) -> Batch:
         """The part of a batch's rows that is this rank's under context parallelism, on its device."""
-        batch = shard_batch(batch, self.place.cp, self.degrees.cp)
-        return Batch(*(field.to(self.device, non_blocking=True) for field in batch))
+        # Moved before it is cut: what comes out of that is not pinned, and copying it would wait for the GPU.
+        batch = Batch(*(field.to(self.device, non_blocking=True) for field in batch))
+        return shard_batch(batch, self.place.cp, self.degrees.cp)
 
     def _step_seed(self) -> int:
         """Seed of all randomness (dropout, say) of this step on the tokens of this rank. Ranks that differ in tp or pp
