@@ -1,7 +1,5 @@
 """Runs on paper against runs: four gloo ranks on real tensors, kept book of by the same ledger, and whole parts."""
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -186,33 +184,19 @@ def test_each_rank_on_paper_is_the_rank(rank_pool, layout):
 SETTINGS = {
     "none": ActivationCheckpoint("none"),
     "op": ActivationCheckpoint("selective", "op"),
-    "2": ActivationCheckpoint("selective", "2"),
     "3": ActivationCheckpoint("selective", "3"),
-    "full": ActivationCheckpoint("full"),
 }
 
 
-@pytest.mark.parametrize("reduction", ["microbatch", "step"])
-def test_a_thinned_part_costs_what_the_whole_one_does(monkeypatch, reduction):
-    plan = Plan.of(
-        toy(
-            **{
-                "model.args.n_layers": 9,
-                "training.global_batch_size": 12,
-                "parallelism.fsdp_gradient_reduction": reduction,
-                "parallelism.fsdp_reshard_after_forward": "always" if reduction == "microbatch" else "never",
-            }
-        ),
-        4,
-        device_type="cpu",
-    )
+def test_a_thinned_part_costs_what_the_whole_one_does(monkeypatch):
+    config = toy(**{"training.global_batch_size": 12, "parallelism.fsdp_reshard_after_forward": "never"})
+    plan = Plan.of(config, 4, device_type="cpu")
     thinned = measure_rank(plan, 0, SETTINGS).microbatches
     monkeypatch.setattr(parts_module, "_layers_to_run", lambda kinds: set(kinds))
     whole = measure_rank(plan, 0, SETTINGS).microbatches
-    assert [len(thinned[name][0]) for name in SETTINGS] == [3, 1, 1, 1, 1]
+    assert [len(thinned[name][0]) for name in SETTINGS] == [3, 1, 1]
     for name in SETTINGS:
         for a, b in zip(thinned[name][0], whole[name][0], strict=True):
-            for field, value in vars(b).items():
-                assert getattr(a, field) == value, (name, field)
-    assert whole["none"][0][0].saved[ACTIVATIONS] > whole["full"][0][0].saved[ACTIVATIONS]
-    assert isinstance(whole["none"][0][0].saved, Counter)
+            assert vars(a) == vars(b), name
+    kept = {name: whole[name][0][0].saved[ACTIVATIONS] for name in SETTINGS}
+    assert kept["none"] > kept["3"] > kept["op"]

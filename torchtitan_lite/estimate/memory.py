@@ -22,6 +22,10 @@ def fullest_moment(plan: Plan, costs: RankCosts, setting: str, order: list[Actio
     setting: of activation checkpointing, one that ``costs`` has. order: what this rank does.
     """
     passes = dict(zip(costs.stages, costs.microbatches[setting], strict=True))
+    if plan.schedule is not None:
+        # Measured, the last one's backward reduces gradients layer by layer. A schedule does so when all is over, with
+        # nothing of any microbatch beside it.
+        passes = {stage: each[:-1] or each for stage, each in passes.items()}
     kept = Counter({PARAMETERS: costs.state.parameters, OPTIMIZER: costs.state.optimizer})
     if plan.schedule is not None:
         kept[PIPELINE] = pipeline_buffers(plan, costs.stages)
@@ -33,11 +37,11 @@ def fullest_moment(plan: Plan, costs: RankCosts, setting: str, order: list[Actio
 
 
 def _moments(passes: dict[int, list[Microbatch]], order: list[Action]) -> Iterator[Bytes]:
-    """One for each thing the rank does, without what it always keeps."""
+    """One for each thing the rank does, without what it always keeps. Of a stage that does nothing at the time, it has
+    what lies between microbatches."""
     forward = {stage: _fullest(m.forward for m in each) for stage, each in passes.items()}
     backward = {stage: _fullest(m.backward for m in each) for stage, each in passes.items()}
-    # What a stage holds while another works: after its last microbatch, where there are more, all is reduced.
-    resting = {stage: _fullest(m.after for m in each[:-1] or each) for stage, each in passes.items()}
+    resting = {stage: _fullest(m.after for m in each) for stage, each in passes.items()}
     in_flight: Counter[int] = Counter()
     for action in order:
         if action.kind != FORWARD:

@@ -24,7 +24,11 @@ _WHAT_TO_TURN = (
     (ACTIVATIONS, "activation_checkpoint.mode=full, a smaller batch, or more context or tensor parallelism"),
     (LOSS, "a smaller local batch, or more tensor parallelism"),
     (PARAMETERS, "more ranks to shard over, or training.enable_cpu_offload"),
-    (UNREDUCED, "more tensor parallelism or pipeline stages; or fsdp_gradient_reduction=microbatch without a pipeline"),
+    (
+        UNREDUCED,
+        "more tensor parallelism or pipeline stages, training.mixed_precision_reduce=bfloat16, or, without a "
+        "pipeline, parallelism.fsdp_gradient_reduction=microbatch",
+    ),
     (GATHERED, "parallelism.fsdp_reshard_after_forward=always"),
 )
 
@@ -205,7 +209,9 @@ def as_data(estimate: Estimate) -> dict[str, Any]:
                 "saved_per_microbatch": rank.saved,
                 "fullest_moment": {setting: dict(moment) for setting, moment in rank.fullest.items()},
                 "fits": {setting: moment.total() <= estimate.budget for setting, moment in rank.fullest.items()},
-                "sent": [{**key._asdict(), "bytes": n} for key, n in rank.sent.items()],
+                "sent": [
+                    {"collective": key.collective, "dimension": key.group, "bytes": n} for key, n in rank.sent.items()
+                ],
             }
             for rank in estimate.ranks
         ],
