@@ -481,3 +481,14 @@ def test_rows_that_make_no_microbatches_are_refused(one_rank):
     _, _, pipeline = built(Case("GPipe", pp=1, microbatch_size=2))
     with pytest.raises(ValueError, match=r"3 rows .*pipeline_parallel_microbatch_size=2"):
         pipeline.forward_backward(packed(3), 1)
+
+
+def test_a_huge_microbatch_is_answered_at_once():
+    (problem,) = problems("1F1B", pipeline_parallel_microbatch_size=10**12)
+    assert "must divide into microbatches" in problem and f"{2 * 10**12} rows would do" in problem
+
+
+def test_a_remedy_leaves_no_stage_empty():
+    """Of 4 layers and 2 more, stages of one would leave first and last without any."""
+    with pytest.raises(ValueError, match="no value gives 2 ranks as many"):
+        number_of_stages(4, settings("Interleaved1F1B", 2, 2))

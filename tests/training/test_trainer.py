@@ -258,6 +258,7 @@ def test_a_folder_takes_one_run_at_a_time(new_trainer, tmp_path):
     trainer = new_trainer()
     with FileLock(tmp_path / "run" / ".lock"), pytest.raises(ConfigError, match="another run is writing there"):
         trainer.train()
+    assert not (tmp_path / "run" / "config.toml").exists()  # that of the other run would have been overwritten
     trainer.train()
     assert len(read_metrics(tmp_path / "run")) > 0
 

@@ -70,12 +70,18 @@ def number_of_stages(n_layers: int, parallelism: Parallelism) -> int:
         per_rank, rest = divmod(-(-layers // per_stage), ranks)
         return rest == 0 and (per_rank >= 2 if placement == "loop" else per_rank == (1 if placement == "single" else 2))
 
+    def leaves_none_empty(per_stage: int) -> bool:
+        try:
+            return bool(deal_layers(n_layers, -(-layers // per_stage), first, last))
+        except ValueError:
+            return False
+
     if per_stage < 1:
         raise ValueError(f"parallelism.pipeline_parallel_layers_per_stage={per_stage}: must be at least 1")
     stages = -(-layers // per_stage)
     if not fits(per_stage):
         wanted = {"single": "one stage", "loop": "two or more stages", "v": "two stages"}[placement]
-        able = [n for n in range(1, layers + 1) if fits(n)]
+        able = [n for n in range(1, n_layers + 1) if fits(n) and leaves_none_empty(n)]
         remedy = f"{', '.join(map(str, able))} would do" if able else f"no value gives {ranks} ranks as many"
         raise ValueError(
             f"parallelism.pipeline_parallel_layers_per_stage={per_stage}: {_counted(n_layers, first, last)} make "
@@ -178,8 +184,8 @@ def _microbatch_problems(parallelism: Parallelism, stages: int, rows: int) -> It
 
     if fits(rows):
         return
-    below = next((n for n in range(rows - 1, 0, -1) if fits(n)), None)
-    above = next(n for n in range(rows + 1, rows + 2 * size * (stages + ranks)) if fits(n))
+    below = next((n for n in range((rows - 1) // size * size, 0, -size) if fits(n)), None)
+    above = next(n for n in range((rows // size + 1) * size, rows + 2 * size * (stages + ranks), size) if fits(n))
     able = " or ".join(str(n) for n in (below, above) if n is not None)
     if rows % size:
         rule = f"they must divide into microbatches of parallelism.pipeline_parallel_microbatch_size={size} rows"

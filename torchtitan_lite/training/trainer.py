@@ -81,7 +81,6 @@ class Trainer:
         init_distributed(self.world, config.comm.init_timeout_seconds)
         if self.main_rank:
             self.dump_folder.mkdir(parents=True, exist_ok=True)
-            save_config(config, self.dump_folder / "config.toml")
         dist.barrier()  # the folder is there
         check_shared_folder(self.dump_folder, "job.dump_folder")
 
@@ -213,6 +212,7 @@ class Trainer:
         with ExitStack() as stack:
             if self.main_rank:
                 stack.enter_context(sole_run_in(self.dump_folder))
+                save_config(self.config, self.dump_folder / "config.toml")
             collector = stack.enter_context(GarbageCollection(self.config.training.gc_freq))
             bar = stack.enter_context(ProgressBar(total, self.step, self.main_rank))
             metrics = stack.enter_context(MetricsLogger(self.config, self.step)) if self.main_rank else None
