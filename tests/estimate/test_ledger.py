@@ -5,6 +5,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from toy_run import TOY
 
 from torchtitan_lite.estimate.ledger import (
@@ -56,6 +59,17 @@ def test_storages_that_are_resized():
         assert ledger.snapshot().bytes().total() == 400
     assert torch.ones(10).untyped_storage().resize_(80).nbytes() == 80  # the patch is gone
     assert ledger.snapshot().bytes().total() == 400
+
+
+def test_what_dtensor_tries_out_is_not_there():
+    """Shards of 11 numbers on each of 8 ranks, and not 88 on one."""
+    with fake_ranks(8, 0):
+        mesh = init_device_mesh("cpu", (8,))
+        with FakeTensorMode(), Ledger() as ledger:
+            shard = DTensor.from_local(torch.ones(11), mesh, [Shard(0)])
+            whole = (shard * 3.5).sum()
+            peak = ledger.take_peak().bytes().total()
+    assert whole.shape == () and peak <= 2 * 44 + 4
 
 
 def toy_model() -> Transformer:

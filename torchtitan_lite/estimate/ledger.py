@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -85,6 +86,7 @@ class Ledger(TorchDispatchMode):
         self._storages: dict[int, _Storage] = {}
         self._alive = 0
         self._region = ACTIVATIONS
+        self._looks_away = False
         self._peak, self._peak_bytes = Snapshot(), 0
         self._at_peak = False  # and it is still to be written down: before anything goes, which is seldom enough
         self.done: Counter[str | Traffic] = Counter()
@@ -102,12 +104,23 @@ class Ledger(TorchDispatchMode):
                 self._note_peak()
             return result
 
-        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_)
-        self._patch.start()
+        # DTensor tries each operator that is new to it on fake tensors of global shape, which are not there.
+        try_out = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(*args: Any) -> Any:
+            self._looks_away = True
+            try:
+                return try_out(*args)
+            finally:
+                self._looks_away = False
+
+        self._patches = ExitStack()
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
+        self._patches.enter_context(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen))
         return super().__enter__()
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._patch.stop()
+        self._patches.close()
         super().__exit__(*exc_info)
 
     def snapshot(self) -> Snapshot:
@@ -145,6 +158,8 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # comes again as operators on local tensors
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self._looks_away:
+            return out
         for tensor in _tensors(out):
             self._storage(tensor)
         name = _name(func)

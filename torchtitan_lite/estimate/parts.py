@@ -191,7 +191,6 @@ class ThinnedPart:
     Args:
         settings: of activation checkpointing, under which it is going to run.
         reduce_each, reshard_each: as of :func:`expect_backward`; both False for the stages of a pipeline.
-        tensor_parallel: whether it is.
     """
 
     def __init__(
@@ -203,7 +202,6 @@ class ThinnedPart:
         *,
         reduce_each: bool,
         reshard_each: bool,
-        tensor_parallel: bool,
     ) -> None:
         self.part, self.ledger, self.rows = part, ledger, rows
         self.reduce_each, self.reshard_each = reduce_each, reshard_each
@@ -219,9 +217,6 @@ class ThinnedPart:
             part.backend._whole_rows = ledger.region(KEYS_VALUES)(gather)
         self._loss_fn = loss.LinearCrossEntropy()
         self._passage: _Passage
-        if tensor_parallel:
-            # DTensor tries every operator it meets for the first time on tensors of global shape, which would be seen.
-            self.measure({"": next(iter(settings))}, "", 1)
 
     def measure(
         self, settings: dict[str, ActivationCheckpoint], own: str, microbatches: int

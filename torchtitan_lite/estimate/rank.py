@@ -85,7 +85,6 @@ def measure_rank(plan: Plan, rank: int, settings: dict[str, ActivationCheckpoint
                     settings.values(),
                     reduce_each=not pipelined and config.parallelism.fsdp_gradient_reduction == "microbatch",
                     reshard_each=not pipelined and reshards(config),
-                    tensor_parallel=plan.degrees.tp > 1,
                 )
                 for name, microbatches in thinned.measure(settings, plan.own_setting, plan.microbatches).items():
                     found[name].append([_by_dimension(m, dimensions) for m in microbatches])
