@@ -141,7 +141,8 @@ def test_bytes_sent_by_ring_algorithms():
         torch.ops.c10d._allgather_base_(whole, shard, dist.group.WORLD.boxed(), False, -1)
         dist.all_reduce(whole)
         name = dist.group.WORLD.group_name
-        torch.ops._c10d_functional.reduce_scatter_tensor(whole, "sum", 8, name)
+        functional = torch.ops._c10d_functional
+        functional.wait_tensor(functional.reduce_scatter_tensor(whole, "sum", 8, name))
     sent = Counter({key: n for key, n in ledger.done.items() if isinstance(key, Traffic)})
     assert sent == {
         Traffic("all-gather", name): 4096 * 7 // 8,
