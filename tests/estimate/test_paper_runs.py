@@ -166,8 +166,7 @@ def real_and_on_paper(plan: Plan, on_paper_too: list[int]) -> tuple[dict, dict |
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_rank_on_paper_is_the_rank(rank_pool, layout):
     plan = Plan.of(LAYOUTS[layout], 4, device_type="cpu", document_length=10)
-    uneven = layout == "uneven shards, accumulation"
-    runs = rank_pool.run(4, real_and_on_paper, plan, [0, 1, 2, 3] if uneven else [0, 3])
+    runs = rank_pool.run(4, real_and_on_paper, plan, [0, 3])  # the fullest and the emptiest
     for real, paper in runs:
         if paper is None:
             continue
@@ -177,7 +176,7 @@ def test_each_rank_on_paper_is_the_rank(rank_pool, layout):
         # gloo copies what it reduce-scatters, at most the words and a norm: NCCL does not.
         copied = 4 * 32 * (-(-plan.args.vocab_size // plan.degrees.tp) + 4)
         assert 0.99 * paper["fullest"] < real["fullest"] < 1.01 * paper["fullest"] + copied
-    if uneven:
+    if layout == "uneven shards, accumulation":
         assert len({real["parameters"] for real, _ in runs}) > 1
         # 4 B of weight and 8 B of moments for each parameter; a step count of 4 B for each tensor of each rank.
         parameters = 2 * 2049 * 32 + 5 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 50 + 2 * 32) + 32
@@ -187,7 +186,6 @@ def test_each_rank_on_paper_is_the_rank(rank_pool, layout):
 
 SETTINGS = {
     "none": ActivationCheckpoint("none"),
-    "op": ActivationCheckpoint("selective", "op"),
     "3": ActivationCheckpoint("selective", "3"),
 }
 
@@ -198,9 +196,9 @@ def test_a_thinned_part_costs_what_the_whole_one_does(monkeypatch):
     thinned = measure_rank(plan, 0, SETTINGS).microbatches
     monkeypatch.setattr(parts_module, "_layers_to_run", lambda kinds: set(kinds))
     whole = measure_rank(plan, 0, SETTINGS).microbatches
-    assert [len(thinned[name][0]) for name in SETTINGS] == [3, 1, 1]
+    assert [len(thinned[name][0]) for name in SETTINGS] == [3, 1]
     for name in SETTINGS:
         for a, b in zip(thinned[name][0], whole[name][0], strict=True):
             assert vars(a) == vars(b), name
     kept = {name: whole[name][0][0].saved[ACTIVATIONS] for name in SETTINGS}
-    assert kept["none"] > kept["3"] > kept["op"]
+    assert kept["none"] > kept["3"]
