@@ -153,17 +153,18 @@ def _time(estimate: Estimate) -> list[str]:
         return ["Time: looked at for the whole pipeline only; leave out --rank"]
     per_gpu = plan.tokens_per_step / time.seconds / plan.world_size
     mfu = estimate.model_flops / (time.seconds * plan.world_size * estimate.peak)
+    digits = 3 if time.seconds >= 1 else 6
     rows = [
         ("Best case of a step", ["seconds"]),
-        (f"  products, at {estimate.peak / 1e12:,.1f} TFLOP/s", [f"{time.compute:.3f}"]),
-        ("  between them: tp and cp", [f"{time.in_the_way:.3f}"]),
-        ("  waiting for other stages", [f"{time.bubble:.3f}"]),
-        ("  fsdp and dp_replicate, not hidden", [f"{time.exposed:.3f}"]),
-        ("  together", [f"{time.seconds:.3f}"]),
+        (f"  products, at {estimate.peak / 1e12:,.1f} TFLOP/s", [f"{time.compute:.{digits}f}"]),
+        ("  between them: tp and cp", [f"{time.in_the_way:.{digits}f}"]),
+        ("  waiting for other stages", [f"{time.bubble:.{digits}f}"]),
+        ("  fsdp and dp_replicate, not hidden", [f"{time.exposed:.{digits}f}"]),
+        ("  together", [f"{time.seconds:.{digits}f}"]),
     ]
     return [
         *_table(rows),
-        f"  fsdp and dp_replicate take {time.behind:.3f} s in all; the bubble is {time.bubble / time.seconds:.1%}",
+        f"  fsdp and dp_replicate take {time.behind:.{digits}f} s in all; the bubble is {time.bubble / time.seconds:.1%}",
         f"  model FLOPs {estimate.model_flops:.3e}; with recomputation {time.hardware_flops:.3e}",
         f"  at most {per_gpu:,.0f} tokens/s per GPU, {per_gpu * plan.world_size:,.0f} in all, MFU {mfu:.1%}",
         f"  ({estimate.peak_words})",
