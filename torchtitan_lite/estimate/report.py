@@ -164,7 +164,7 @@ def _time(estimate: Estimate) -> list[str]:
     ]
     return [
         *_table(rows),
-        f"  fsdp and dp_replicate take {time.behind:.{digits}f} s in all; the bubble is {time.bubble / time.seconds:.1%}",
+        f"  fsdp and dp_replicate: {time.behind:.{digits}f} s in all; the bubble is {time.bubble / time.seconds:.1%}",
         f"  model FLOPs {estimate.model_flops:.3e}; with recomputation {time.hardware_flops:.3e}",
         f"  at most {per_gpu:,.0f} tokens/s per GPU, {per_gpu * plan.world_size:,.0f} in all, MFU {mfu:.1%}",
         f"  ({estimate.peak_words})",
