@@ -4,11 +4,12 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
+
+from torch.distributed import TCPStore
 
 _TIMEOUT_S = 300
 
@@ -32,12 +33,11 @@ class RankPool:
 
     def run(self, ranks: int, function: Callable, *args: Any) -> list[Any]:
         self._start(ranks - len(self._ranks))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Kept here, as torchrun's agent does: one in rank 0 would end with it, while others are still setting up.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipes = [pipe for _, pipe in self._ranks[:ranks]]
         for rank, pipe in enumerate(pipes):
-            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": store.port}
             pipe.send((function, args, {name: str(value) for name, value in environment.items()}))
         results = {}
         for _ in range(ranks):
@@ -78,7 +78,9 @@ def _forget_meshes() -> None:
 
 
 def _serve(pipe: Any) -> None:
-    os.environ.update(CUDA_VISIBLE_DEVICES="", MASTER_ADDR="127.0.0.1", LOG_RANK="")
+    os.environ.update(
+        CUDA_VISIBLE_DEVICES="", MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True", LOG_RANK=""
+    )
     import torch
     import torch.distributed as dist
 

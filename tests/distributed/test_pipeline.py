@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._functorch import config as functorch_config
 from toy_run import TOY
 
 from torchtitan_lite.config.schema import ActivationCheckpoint, Parallelism
@@ -450,9 +450,9 @@ def test_stages_share_out_the_whole_model():
     assert sorted(names) == sorted(whole)
 
 
-def test_compiled_code_outlives_the_first_half_of_a_backward(one_rank, monkeypatch):
+@functorch_config.patch(donated_buffer=True)
+def test_compiled_code_outlives_the_first_half_of_a_backward(one_rank):
     """As FlexAttention on CUDA must, which is compiled even where blocks are not."""
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
     _, stages, pipeline = built(Case("ZBVZeroBubble", pp=1, compile_backend="aot_eager"))
     batch = packed(2)
     # A whole backward comes first, as in DualPipeV, for torch compiles a backward for what it first meets.

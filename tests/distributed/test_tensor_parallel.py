@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._inductor import config as inductor_config
 from toy_run import TOY
 
 from torchtitan_lite.config.schema import ActivationCheckpoint, Optimizer
@@ -242,15 +243,14 @@ def test_asynchronous_communication_needs(settings, missing):
     assert problems(**settings) == []
 
 
-def test_asynchronous_communication_is_asked_of_the_compiler(one_rank, monkeypatch, recwarn):
-    import torch._inductor.config
+@inductor_config.patch(_micro_pipeline_tp=False)
+def test_asynchronous_communication_is_asked_of_the_compiler(one_rank, recwarn):
     from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
-    monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", False)
     mesh = Mesh("cpu", Degrees(), 0).tp
     group = mesh.get_group().group_name
     apply_tensor_parallel(Transformer(TOY), mesh)
-    assert not torch._inductor.config._micro_pipeline_tp and not is_symm_mem_enabled_for_group(group)
+    assert not inductor_config._micro_pipeline_tp and not is_symm_mem_enabled_for_group(group)
     apply_tensor_parallel(Transformer(TOY), mesh, async_tp=True)
-    assert torch._inductor.config._micro_pipeline_tp and is_symm_mem_enabled_for_group(group)
+    assert inductor_config._micro_pipeline_tp and is_symm_mem_enabled_for_group(group)
     assert not [w for w in recwarn if "symm_mem" in str(w.message)]
