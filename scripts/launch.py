@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torchtitan_lite.config.load import ConfigError, load_config
 from torchtitan_lite.distributed.nodes import nodes_of_run
-from torchtitan_lite.observability.logging import init_logger
+from torchtitan_lite.observability.logging import init_logger, logged_ranks
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -63,10 +63,13 @@ def launch(argv: list[str]) -> None:
 
     from torchtitan_lite.config.checks import check_config
 
-    # The processes make loggers of their own; here it shows whether LOG_RANK makes sense.
-    processes, nodes, _ = _all_of(lambda: process_count(torch.cuda.device_count()), nodes_of_run, _init_logger)
+    processes, nodes, _ = _all_of(lambda: process_count(torch.cuda.device_count()), nodes_of_run, _logged_ranks)
     world_size = processes * (nodes.count if nodes else 1)
-    check_config(config, world_size=world_size, device_type="cuda" if torch.cuda.is_available() else "cpu")
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    _all_of(
+        lambda: check_config(config, world_size=world_size, device_type=device_type), lambda: _logged_ranks(world_size)
+    )
+    init_logger()  # the processes make loggers of their own
     if processes > 1:
         # Left alone, each process would start a thread per core.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
@@ -79,9 +82,9 @@ def launch(argv: list[str]) -> None:
         run_with_others(nodes, command)
 
 
-def _init_logger() -> None:
+def _logged_ranks(world_size: int | None = None) -> None:
     try:
-        init_logger()
+        logged_ranks(world_size)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
 

@@ -15,9 +15,8 @@ from torchtitan_lite.observability.logging import logger
 
 @pytest.fixture(scope="session")
 def rank_pool():
-    """The gloo processes that all multi-rank cases share: starting them takes longer than any one case."""
-    with RankPool() as pool:
-        yield pool
+    """Runs functions on gloo ranks. One for all tests: what its ranks import is imported once."""
+    return RankPool()
 
 
 @pytest.fixture(scope="session")

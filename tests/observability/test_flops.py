@@ -117,8 +117,8 @@ def test_worked_example_of_the_docs():
         ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
     ],
 )
-def test_published_peaks(name, dtype, tflops):
-    peak, source = flops._published_peak(name, dtype)
+def testpublished_peaks(name, dtype, tflops):
+    peak, source = flops.published_peak(name, dtype)
     assert peak == tflops * 1e12
     assert name in source and "published" in source
 
@@ -127,7 +127,7 @@ def test_fp32_peak_is_that_of_tf32_where_torch_may_use_it():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        peak, source = flops._published_peak("NVIDIA A100-SXM4-80GB", torch.float32)
+        peak, source = flops.published_peak("NVIDIA A100-SXM4-80GB", torch.float32)
     finally:
         torch.set_float32_matmul_precision(before)
     assert peak == 156e12
@@ -145,8 +145,8 @@ def test_fp32_peak_is_that_of_tf32_where_torch_may_use_it():
         "Tesla T4",
     ],
 )
-def test_unlike_gpus_are_not_given_a_published_peak(name):
-    assert flops._published_peak(name, torch.bfloat16) is None
+def test_unlike_gpus_are_not_given_apublished_peak(name):
+    assert flops.published_peak(name, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -202,7 +202,7 @@ def poison(trainer: Trainer, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("log_freq", "stopped_at", "steps_named"),
-    [(1, 5, "steps 5 to 5"), (100, 6, "steps 4 to 6")],  # at the step itself, or at the next that would be saved
+    [(1, 5, "step 5"), (100, 6, "steps 4 to 6")],  # at the step itself, or at the next that would be saved
 )
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_a_diverged_run_stops_and_saves_nothing_of_it(
@@ -218,7 +218,9 @@ def test_a_diverged_run_stops_and_saves_nothing_of_it(
         }
     )
     poison(trainer, step=5)
-    with pytest.raises(FloatingPointError, match=rf"{steps_named}\. Last good checkpoint: step 3 in .*checkpoint"):
+    with pytest.raises(
+        FloatingPointError, match=rf"in {steps_named}\. Checkpoints from before: step 3 in .*checkpoint"
+    ):
         trainer.train()
     assert trainer.step == stopped_at
     assert complete_steps(tmp_path / "run" / "checkpoint") == [3]
@@ -240,7 +242,7 @@ def test_one_broken_step_is_not_forgotten_by_the_next(new_trainer, monkeypatch):
 def test_a_diverged_run_without_checkpoints_says_so(new_trainer):
     trainer = new_trainer()
     poison(trainer, step=1)
-    with pytest.raises(FloatingPointError, match="Last good checkpoint: there is none"):
+    with pytest.raises(FloatingPointError, match="There is no checkpoint from before"):
         trainer.train()
 
 

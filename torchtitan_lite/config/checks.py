@@ -6,17 +6,16 @@ the rule it breaks, and what would work.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchtitan_lite.attention.backends import BLOCK_SIZE, masks_documents, unsupported
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.load import ConfigError
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, Parallelism
 from torchtitan_lite.data.sources.resolve import check_sources
 from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
 from torchtitan_lite.distributed.context_parallel import context_parallel_problems
@@ -71,16 +70,17 @@ class _Run:
     degrees: Degrees | None
 
 
-def check_config(config: Config, *, world_size: int, device_type: str) -> list[str]:
+def check_config(config: Config, *, world_size: int, device_type: str, outside: bool = True) -> list[str]:
     """Hold ``config`` against every rule, for a run of ``world_size`` processes on ``device_type`` ("cpu" or "cuda").
 
-    Reads the tokenizer and looks at paths, and starts nothing.
+    outside: whether what lies outside of the configuration is looked at too: tokenizer, data, folders, packages.
+    Starts nothing.
     Returns warnings: what will run, but perhaps not as meant. Raises ConfigError with all problems.
     """
     problems = []
     args = None
     try:
-        args = model_args(config.model.flavor, dataclasses.asdict(config.model.args))
+        args = model_args(config.model.flavor, asdict(config.model.args))
     except ValueError as error:
         problems.append(f"model.flavor={config.model.flavor} with model.args: {error}")
     degrees = None
@@ -89,7 +89,7 @@ def check_config(config: Config, *, world_size: int, device_type: str) -> list[s
     except ValueError as error:
         problems.append(str(error))
     run = _Run(config, world_size, device_type, args, degrees)
-    for rule in _RULES:
+    for rule in (*_RULES, *(_OUTSIDE_RULES if outside else ())):
         problems.extend(rule(run))
     if problems:
         raise ConfigError(problems)
@@ -285,6 +285,8 @@ _RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
     _attention,
     _activation_checkpoint,
     _compile,
+)
+_OUTSIDE_RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
     _tokenizer,
     _data,
     _checkpoint,
@@ -301,6 +303,11 @@ def _warnings(run: _Run) -> Iterator[str]:
             f"model.flavor={config.model.flavor}: plain sdpa attends across all documents packed into a row; "
             f"{join_flavor(size, 'sdpa_block_causal')} and {join_flavor(size, 'flex_block_causal')} keep them apart"
         )
+    if run.degrees.pp == 1:
+        given, defaults = asdict(config.parallelism), asdict(Parallelism())
+        unused = [name for name in given if name.startswith("pipeline_") and given[name] != defaults[name]]
+        if unused:
+            yield f"parallelism.{', '.join(unused)}: of no effect without parallelism.pipeline_parallel_degree"
     warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
     if warmup > steps:  # quick trials with few steps are common, and well-defined
         yield (

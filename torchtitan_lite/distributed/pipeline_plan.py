@@ -77,15 +77,19 @@ def number_of_stages(n_layers: int, parallelism: Parallelism) -> int:
             return False
 
     if per_stage < 1:
-        raise ValueError(f"parallelism.pipeline_parallel_layers_per_stage={per_stage}: must be at least 1")
+        raise ValueError(
+            f"parallelism.pipeline_parallel_layers_per_stage={per_stage}: must be at least 1; or leave it unset, for "
+            "as many stages as the schedule needs"
+        )
     stages = -(-layers // per_stage)
     if not fits(per_stage):
         wanted = {"single": "one stage", "loop": "two or more stages", "v": "two stages"}[placement]
         able = [n for n in range(1, n_layers + 1) if fits(n) and leaves_none_empty(n)]
-        remedy = f"{', '.join(map(str, able))} would do" if able else f"no value gives {ranks} ranks as many"
+        remedy = f"{', '.join(map(str, able))} would do, or leave it unset" if able else "no value does; leave it unset"
         raise ValueError(
             f"parallelism.pipeline_parallel_layers_per_stage={per_stage}: {_counted(n_layers, first, last)} make "
-            f"{stages} stages, but {schedule} needs {wanted} on each of {ranks} ranks; {remedy}, or leave it unset"
+            f"{_plural(stages, 'stage')}, but {schedule} needs {wanted} on each of {ranks} ranks; "
+            f"{remedy}"
         )
     return stages
 
@@ -103,17 +107,22 @@ def deal_layers(n_layers: int, stages: int, first_less: int, last_less: int) -> 
     sizes[0] -= first_less
     sizes[-1] -= last_less
     if empty := [stage for stage, size in enumerate(sizes) if size < 1]:
+        lower = ", or lower the two settings named" if first_less + last_less else ""
         raise ValueError(
-            f"parallelism: {_counted(n_layers, first_less, last_less)} over {stages} pipeline stages leave stage(s) "
-            f"{', '.join(map(str, empty))} without any; use fewer stages, or lower the two settings named"
+            f"parallelism: {_counted(n_layers, first_less, last_less)} over {_plural(stages, 'pipeline stage')} leave "
+            f"stage(s) {', '.join(map(str, empty))} without any; use fewer stages{lower}"
         )
     ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def _counted(n_layers: int, first_less: int, last_less: int) -> str:
     return (
-        f"{n_layers} layers + {first_less} (pipeline_parallel_first_stage_less_layers) + {last_less} "
+        f"{_plural(n_layers, 'layer')} + {first_less} (pipeline_parallel_first_stage_less_layers) + {last_less} "
         f"(pipeline_parallel_last_stage_less_layers) = {n_layers + first_less + last_less}"
     )
 
@@ -186,9 +195,13 @@ def _microbatch_problems(parallelism: Parallelism, stages: int, rows: int) -> It
         return
     below = next((n for n in range((rows - 1) // size * size, 0, -size) if fits(n)), None)
     above = next(n for n in range((rows // size + 1) * size, rows + 2 * size * (stages + ranks), size) if fits(n))
-    able = " or ".join(str(n) for n in (below, above) if n is not None)
+    able = " or ".join(_plural(n, "row") for n in (below, above) if n is not None)
     if rows % size:
-        rule = f"they must divide into microbatches of parallelism.pipeline_parallel_microbatch_size={size} rows"
+        rule = f"they must divide into microbatches of parallelism.pipeline_parallel_microbatch_size={size}"
+        divisors = (n for n in range(1, rows + 1) if rows % n == 0)
+        sizes = [n for n in divisors if takes_microbatches(schedule, rows // n, ranks, stages)]
+        if sizes:
+            able += f", or microbatches of {' or '.join(map(str, sizes))}"
     elif SCHEDULES[schedule].microbatches == "stages":
         rule = f"{schedule} needs at least as many microbatches as stages, and they make {rows // size} for {stages}"
     else:
@@ -198,9 +211,9 @@ def _microbatch_problems(parallelism: Parallelism, stages: int, rows: int) -> It
             f"they make {rows // size}"
         )
     yield (
-        f"parallelism.pipeline_parallel_schedule={schedule}: a step has {rows} rows for each pipeline "
+        f"parallelism.pipeline_parallel_schedule={schedule}: a step has {_plural(rows, 'row')} for each pipeline "
         f"(training.global_batch_size, or training.local_batch_size without it, over the data-parallel ranks); {rule}; "
-        f"{able} rows would do"
+        f"{able} would do"
     )
 
 

@@ -50,7 +50,7 @@ class Plan:
         """Raises ConfigError with all that would keep the run from starting, but for its data, tokenizer and folders,
         which an estimate does not need.
         """
-        warnings = check_config(_without_files(config), world_size=world_size, device_type=device_type)
+        warnings = check_config(config, world_size=world_size, device_type=device_type, outside=False)
         seq_len = config.training.seq_len
         document_length = seq_len if document_length is None else document_length
         if not 1 <= document_length <= seq_len:
@@ -162,15 +162,3 @@ def paper_args(plan: Plan) -> ModelArgs:
         varlen_engine="flash" if plan.device_type == "cuda" else "cpu",
         max_documents_per_row=1 if one_document else plan.args.max_documents_per_row,
     )
-
-
-def _without_files(config: Config) -> Config:
-    """With all that rules look for outside of the configuration replaced by what is always there."""
-    config, defaults = copy.deepcopy(config), Config()
-    config.job.dump_folder = "."
-    config.model.hf_assets_path = defaults.model.hf_assets_path
-    config.training.dataset, config.training.dataset_path = defaults.training.dataset, None
-    config.data.mix = []
-    config.checkpoint = defaults.checkpoint
-    config.metrics.enable_wandb = False
-    return config

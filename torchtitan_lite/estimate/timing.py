@@ -14,7 +14,7 @@ from torchtitan_lite.estimate.parts import Done, Microbatch
 from torchtitan_lite.estimate.plan import Plan
 from torchtitan_lite.estimate.rank import RankCosts
 from torchtitan_lite.estimate.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, simulate
-from torchtitan_lite.observability.flops import _published_peak, attended_pairs, step_flops
+from torchtitan_lite.observability.flops import attended_pairs, published_peak, step_flops
 
 # Between products that need what it brings, so that nothing can go on meanwhile; but for tensor parallelism that is
 # compiled to be asynchronous.
@@ -86,7 +86,7 @@ class StepTimes:
 
     def __init__(self, plan: Plan, gpu: Gpu, per_node: int, orders: list[list[Action]]) -> None:
         self.plan, self.orders = plan, orders
-        peak = _published_peak(gpu.device_name, plan.param_dtype)
+        peak = published_peak(gpu.device_name, plan.param_dtype)
         if peak is None:
             raise ValueError(f"no peak is published for {gpu.device_name} in {plan.param_dtype}")
         self.peak, self.peak_words = peak

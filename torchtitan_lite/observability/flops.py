@@ -79,7 +79,9 @@ _PUBLISHED = {
 }
 
 
-def _published_peak(name: str, dtype: torch.dtype) -> tuple[float, str] | None:
+def published_peak(name: str, dtype: torch.dtype) -> tuple[float, str] | None:
+    """FLOP/s of the GPU of this name, as torch names it, for dense products in bf16 or fp32 (TF32 where torch is set to
+    use it), and the words for where they come from. None for what is not known."""
     if "MIG" in name.split():  # a slice of the GPU carries the GPU's name
         return None
     peaks = next((peaks for pattern, peaks in _PUBLISHED.items() if re.search(pattern, name)), None)
@@ -139,5 +141,5 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     A known GPU has its published dense peak; for fp32 that of TF32 if torch is allowed to use it. Any other GPU, and
     every CPU, is measured by matrix products for a fraction of a second with the threads this process has.
     """
-    published = _published_peak(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    published = published_peak(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
     return published or _measured_peak(device, dtype)

@@ -53,14 +53,19 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
-def _logged_ranks() -> set[int]:
+def logged_ranks(world_size: int | None = None) -> set[int]:
+    """The ranks that LOG_RANK names. Raises ValueError if it is no list of ranks, or of none that a run of
+    ``world_size`` has."""
     text = os.environ.get("LOG_RANK", "0")
     try:
-        return {int(rank) for rank in text.split(",")}
+        ranks = {int(rank) for rank in text.split(",")}
     except ValueError:
         raise ValueError(
             f"LOG_RANK={text!r} must be a rank or a comma-separated list of ranks, such as 0 or 0,3"
         ) from None
+    if world_size is not None and not ranks & set(range(world_size)):
+        raise ValueError(f"LOG_RANK={text}: the ranks of this run are 0 to {world_size - 1}; nothing would be shown")
+    return ranks
 
 
 def init_logger() -> None:
@@ -72,7 +77,7 @@ def init_logger() -> None:
         ValueError: LOG_RANK is not a list of whole numbers.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    ranks = _logged_ranks()
+    ranks = logged_ranks()
     handler = _ConsoleHandler()
     handler.setFormatter(_Formatter(rank, name_rank=len(ranks) > 1, name_rank_of_errors=world_size > 1))
     logger.handlers = [handler]

@@ -81,6 +81,8 @@ class Trainer:
         init_distributed(self.world, config.comm.init_timeout_seconds)
         if self.main_rank:
             self.dump_folder.mkdir(parents=True, exist_ok=True)
+            with sole_run_in(self.dump_folder):  # held from train() on; here for its error, before the work
+                pass
         dist.barrier()  # the folder is there
         check_shared_folder(self.dump_folder, "job.dump_folder")
 
@@ -338,12 +340,20 @@ class Trainer:
         norm_sum = self.norm_sum.item()
         if not math.isfinite(norm_sum):
             self.checkpoint.wait()
-            good = complete_steps(self.checkpoint.folder) if self.config.checkpoint.enable else []
-            resume = f"step {good[-1]} in {self.checkpoint.folder}" if good else "there is none"
+            good = []
+            if self.config.checkpoint.enable:
+                good = [step for step in complete_steps(self.checkpoint.folder) if step <= self.finite_step]
+            resume = "There is no checkpoint from before"
+            if good:
+                resume = (
+                    f"Checkpoints from before: step {', '.join(map(str, good))} in {self.checkpoint.folder}; where the "
+                    "newest diverges again, checkpoint.load_step takes an older one"
+                )
+            first = self.finite_step + 1
+            steps = f"step {first}" if first == self.step else f"steps {first} to {self.step}"
             raise FloatingPointError(
-                f"Training diverged: loss or gradients were not finite (norm {norm_sum}) in steps "
-                f"{self.finite_step + 1} to {self.step}. Last good checkpoint: {resume}. A lower optimizer.lr or a "
-                "longer lr_scheduler.warmup_steps may help"
+                f"Training diverged: loss or gradients were not finite (norm {norm_sum}) in {steps}. {resume}. A lower "
+                "optimizer.lr or a longer lr_scheduler.warmup_steps may help"
             )
         self.finite_step = self.step
         self.norm_sum.zero_()
