@@ -136,6 +136,24 @@ def test_global_batch_size_must_divide(given, nearest):
     assert f"global_batch_size={given}" in problem and "4 x 2 = 8" in problem and f"; {nearest} would do" in problem
 
 
+def test_settings_of_a_pipeline_without_one_warn():
+    settings = "--parallelism.pipeline_parallel_microbatch_size=2", "--parallelism.pipeline_parallel_schedule=GPipe"
+    (warning,) = check(*settings)
+    assert warning.startswith("parallelism.pipeline_parallel_schedule, pipeline_parallel_microbatch_size: of no effect")
+    pipeline = "--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=8"
+    assert check(*settings, *pipeline, world_size=2) == []
+
+
+def test_what_lies_outside_is_left_alone_on_request():
+    argv = "--model.hf_assets_path=/nowhere", "--training.dataset=json", "--job.dump_folder=/proc/version/x"
+    assert len(problems_of(*argv)) == 3
+    config = load_config([*GOOD, *argv])
+    assert check_config(config, world_size=1, device_type="cpu", outside=False) == []
+    config.training.seq_len = 1
+    with pytest.raises(ConfigError, match="seq_len"):
+        check_config(config, world_size=1, device_type="cpu", outside=False)
+
+
 def test_warmup_longer_than_the_run_warns():
     (warning,) = check("--lr_scheduler.warmup_steps=11", "--training.steps=10")
     assert "warmup_steps=11" in warning and "training.steps=10" in warning

@@ -72,6 +72,7 @@ class Case:
     ac: tuple[str, str] = ("none", "op")  # mode, selective_ac_option
     compile_backend: str | None = None
     reshard: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 def built(case: Case, seed: int = 0):
@@ -93,7 +94,7 @@ def built(case: Case, seed: int = 0):
         apply_activation_checkpoint(stage, ActivationCheckpoint(*case.ac))
         if case.compile_backend is not None:
             compile_blocks(stage, case.compile_backend)
-        shard_model(stage, mesh.fsdp, torch.float32, torch.float32, reshard_after_forward=case.reshard)
+        shard_model(stage, mesh.fsdp, case.dtype, torch.float32, reshard_after_forward=case.reshard)
         stage.to_empty(device="cpu")
         init_weights(stage, ARGS, seed)
         stages[number] = stage
@@ -104,7 +105,7 @@ def built(case: Case, seed: int = 0):
         schedule=case.schedule,
         microbatch_size=case.microbatch_size,
         hidden_shape=(case.microbatch_size, SEQ, ARGS.dim),
-        hidden_dtype=torch.float32,
+        hidden_dtype=case.dtype,
         device=torch.device("cpu"),
         loss_fn=LinearCrossEntropy(chunk_logits=1000),
     )
@@ -219,6 +220,19 @@ def test_evaluation_takes_any_number_of_rows(results, case):
     first_rows = [loss for r in range(replicas) for loss in losses[r::replicas][: case.microbatch_size]]
     assert sum(rank["evaluated_few"] for rank in results[case]) == pytest.approx(sum(first_rows), rel=1e-5)
     assert abs(sum(rank["evaluated_before"] for rank in results[case]) / sum(first_rows) - 1) > 1e-4  # other weights
+
+
+def test_in_bfloat16_a_pipeline_is_one_process(rank_pool, one_rank):
+    case = Case("1F1B", dtype=torch.bfloat16)
+    ranks = rank_pool.run(2, all_stepped, [case])
+    got = {name: gradient for (rank,) in ranks for name, gradient in rank["gradients"].items()}
+    alone = stepped(replace(case, schedule="GPipe", pp=1))
+    assert alone["loss"] == ranks[1][0]["loss"]
+    for name, gradient in alone["gradients"].items():
+        assert torch.equal(got[name], gradient), name
+    _, gradients = reference(case.rows, case.n_layers)
+    differing = [name for name, gradient in gradients.items() if not torch.allclose(got[name], gradient, rtol=1e-4)]
+    assert len(differing) > len(gradients) / 2  # it is not fp32 that ran
 
 
 # -- documents -------------------------------------------------------------------------------------------------------

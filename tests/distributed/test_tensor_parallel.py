@@ -213,6 +213,31 @@ def problems(args: ModelArgs = TOY, degree: int = 2, seq_len: int = SEQ, **setti
     return tensor_parallel_problems(args, degree, seq_len, **settings)
 
 
+def embedded(tokens: torch.Tensor) -> tuple:
+    """Hidden states of this rank, and the bytes of the gradient that its rows keep."""
+    world = world_from_environment()
+    init_distributed(world, timeout_seconds=60)
+    model = Transformer(replace(ARGS, vocab_size=52))
+    torch.nn.init.normal_(model.tok_embeddings.weight, generator=torch.Generator().manual_seed(0))
+    whole = model.tok_embeddings.weight.detach().clone()
+    apply_tensor_parallel(model, Mesh("cpu", Degrees(tp=2), world.rank).tp)
+    hidden = model.tok_embeddings(tokens)
+    hidden.square().sum().backward()
+    gradient = model.tok_embeddings.weight.grad
+    return whole, hidden.detach(), gradient.to_local(), gradient.to_local().untyped_storage().nbytes()
+
+
+def test_each_rank_looks_up_its_own_rows(rank_pool):
+    tokens = torch.randint(0, 52, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
+    ranks = rank_pool.run(2, embedded, tokens)
+    whole = ranks[0][0].requires_grad_()
+    expected = whole[tokens]
+    expected.square().sum().backward()
+    torch.testing.assert_close(torch.cat([hidden for _, hidden, _, _ in ranks], 1), expected)
+    torch.testing.assert_close(torch.cat([gradient for _, _, gradient, _ in ranks]), whole.grad)
+    assert [size for *_, size in ranks] == [26 * ARGS.dim * 4] * 2
+
+
 def test_what_can_be_split():
     assert problems() == []
     assert problems(async_tp=True) == []

@@ -121,11 +121,23 @@ def test_wrong_settings_start_nothing(launched, argv):
     assert launched == []
 
 
-def test_wrong_log_rank_starts_nothing(launched, monkeypatch):
-    monkeypatch.setenv("LOG_RANK", "first")
-    with pytest.raises(ConfigError, match="LOG_RANK"):
-        launch.launch([])
+@pytest.mark.parametrize(
+    ("log_rank", "message"), [("first", "must be a rank"), ("2", "the ranks of this run are 0 to 1"), ("-1", "0 to 1")]
+)
+def test_wrong_log_rank_starts_nothing(launched, monkeypatch, log_rank, message):
+    monkeypatch.setenv("NGPU", "2")
+    monkeypatch.setenv("LOG_RANK", log_rank)
+    with pytest.raises(ConfigError, match=f"LOG_RANK=.*{message}") as caught:
+        launch.launch(["--training.seq_len=1"])
     assert launched == []
+    assert len(caught.value.problems) == (1 if log_rank == "first" else 2)
+
+
+def test_a_log_of_the_last_rank(launched, monkeypatch):
+    monkeypatch.setenv("NGPU", "2")
+    monkeypatch.setenv("LOG_RANK", "1")
+    launch.launch([])
+    assert launched
 
 
 # --- launch.py on several nodes --------------------------------------------------------------------------------------

@@ -256,13 +256,17 @@ def test_what_a_run_leaves_behind(run, tmp_path):
         assert entry["loss"] > 0 and entry["grad_norm"] > 0 and entry["tps"] > 0
 
 
-def test_a_folder_takes_one_run_at_a_time(new_trainer, tmp_path):
+def test_a_folder_takes_one_run_at_a_time(new_trainer, tmp_path, monkeypatch):
+    message = "another run is writing there"
     trainer = new_trainer()
-    with FileLock(tmp_path / "run" / ".lock"), pytest.raises(ConfigError, match="another run is writing there"):
+    with FileLock(tmp_path / "run" / ".lock"), pytest.raises(ConfigError, match=message):
         trainer.train()
     assert not (tmp_path / "run" / "config.toml").exists()  # that of the other run would have been overwritten
     trainer.train()
     assert len(read_metrics(tmp_path / "run")) > 0
+    monkeypatch.setattr(Trainer, "_build_loader", lambda self: pytest.fail("the data was read first"))
+    with FileLock(tmp_path / "run" / ".lock"), pytest.raises(ConfigError, match=message):
+        new_trainer()
 
 
 def test_resuming_another_model_that_fits_the_weights_is_said(run, warned):

@@ -9,8 +9,12 @@ and residuals work on, and keep for backward, seq / tp tokens. Embedding and out
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from torchtitan_lite.models.llama3.args import ModelArgs
 
@@ -31,7 +35,7 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, async_tp: boo
     async_tp: have the compiler cut the products beside a collective into pieces that overlap with it (CUDA only).
     """
     # Here, not above: seconds, which reading the rules below need not cost.
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         PrepareModuleInput,
@@ -63,12 +67,9 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, async_tp: boo
             },
         )
     if model.tok_embeddings is not None:
-        parallelize_module(
-            model.tok_embeddings, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        )
-        # What comes out has its reduction still under way, as a subclass of Tensor. The backward of a compiled block
-        # hands that no gradient: it fails, or the embedding silently learns nothing through it. The copy waits.
-        model.tok_embeddings.register_forward_hook(lambda module, inputs, out: out.clone())
+        embedding = model.tok_embeddings
+        embedding.weight = nn.Parameter(distribute_tensor(embedding.weight, mesh, [Shard(0)]))
+        embedding.forward = functools.partial(_look_up, embedding, mesh)
     if model.norm is not None:
         parallelize_module(model.norm, mesh, SequenceParallel())
         model.register_forward_hook(lambda module, inputs, out: out.full_tensor() if isinstance(out, DTensor) else out)
@@ -76,6 +77,24 @@ def apply_tensor_parallel(model: Transformer, mesh: DeviceMesh, *, async_tp: boo
         parallelize_module(model.output, mesh, ColwiseParallel())
     if async_tp:
         _enable_async(mesh)
+
+
+def _look_up(embedding: nn.Embedding, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
+    """The hidden states [batch, seq / tp, dim] of this rank's part of ``tokens`` [batch, seq]. Each rank looks up what
+    is in its rows of the embedding, and gets a gradient for these; DTensor would compute one for all rows, and keep it.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    rows = embedding.weight.to_local()
+    own = tokens - mesh.get_local_rank() * -(
+        -embedding.num_embeddings // mesh.size()
+    )  # DTensor's split: the last has less
+    elsewhere = (own < 0) | (own >= len(rows))
+    hidden = F.embedding(own.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere.unsqueeze(-1), 0)
+    hidden = DTensor.from_local(hidden, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(1)])
+    # What comes out has its reduction still under way, as a subclass of Tensor. The backward of a compiled block hands
+    # that no gradient: it fails, or the embedding silently learns nothing through it. The copy waits.
+    return hidden.to_local().clone()
 
 
 def _enable_async(mesh: DeviceMesh) -> None:
