@@ -14,10 +14,14 @@ _TIMEOUT_S = 300
 # What takes seconds to import, and is then there for all.
 _IMPORTED = [
     "pytest",
-    "torch._dynamo",
-    "torch._dynamo.backends.debugging",
+    "torch._dynamo.repro.after_dynamo",
     "torch._functorch.aot_autograd",
+    "torch._inductor.select_algorithm",
+    "torch._inductor.lowering",
     "torch.distributed.pipelining.schedules",
+    "torch.distributed.tensor.experimental._attention",
+    "torch.export._trace",
+    "torchtitan_lite.attention.flex",
     "torchtitan_lite.training.trainer",
 ]
 
