@@ -87,7 +87,7 @@ TP, CP, PP = (
         ([CP, "--training.seq_len=510"], 2, ["context_parallel_degree=2", "510", "multiple of 4"]),
         ([CP, "--model.flavor=flex_block_causal", "--training.seq_len=640"], 2, ["640", "512"]),
         ([PP, "--model.args.tie_embeddings"], 2, ["pipeline_parallel_degree=2", "tie"]),
-        ([PP, "--model.args.n_layers=1"], 2, ["1 layers", "without any"]),
+        ([PP, "--model.args.n_layers=1"], 2, ["1 layer +", "without any"]),
         ([PP, "--training.local_batch_size=1"], 2, ["1F1B", "at least as many microbatches as stages", "2 rows"]),
         ([PP, "--parallelism.pipeline_parallel_microbatch_size=3"], 2, ["microbatch_size=3"]),
         (
