@@ -39,6 +39,7 @@ class Case(NamedTuple):
     max_norm: float = CLIPPING
     window: bool = False  # every other layer sees 100 tokens
     rows: int = 4  # of a step
+    layers: int = 3  # two pipeline stages share them unequally
     extra: tuple[tuple[str, object], ...] = ()
 
     def __str__(self) -> str:
@@ -50,11 +51,12 @@ class Case(NamedTuple):
 
     @property
     def reference(self) -> "Case":
-        return Case(Degrees(), self.attention, max_norm=self.max_norm, window=self.window, rows=self.rows)
+        same = {name: getattr(self, name) for name in ("attention", "max_norm", "window", "rows", "layers")}
+        return Case(Degrees(), **same)
 
     def config(self, folder: Path, documents: Path) -> Config:
         settings = {
-            "model.args.n_layers": 4,
+            "model.args.n_layers": self.layers,
             "model.flavor": f"debugmodel_{self.attention}" if self.attention != "sdpa" else "debugmodel",
             # FlexAttention needs a block of 128 tokens in each of the four parts that two ranks share a row in.
             "training.seq_len": 512 if self.attention == "flex_block_causal" else 256,
@@ -77,9 +79,10 @@ class Case(NamedTuple):
 
 
 def train(config: Config) -> None:
-    from torchtitan_lite.training.trainer import Trainer  # seconds that the ranks of the other tests are spared
+    from torchtitan_lite.training import trainer
 
-    Trainer(config).train()
+    trainer.peak_flops = lambda device, dtype: (1e12, "not measured here: that takes as long as some of the runs")
+    trainer.Trainer(config).train()
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +147,6 @@ _MODES = itertools.cycle(
         ("op", True, NO_CLIPPING, True),
         ("none", False, CLIPPING, True),
         ("2", False, CLIPPING, False),
-        ("none", True, CLIPPING, True),
         ("op", False, NO_CLIPPING, False),
         ("full", False, CLIPPING, True),
     ]
@@ -167,9 +169,8 @@ def _schedule(name: str, **settings) -> tuple[tuple[str, object], ...]:
 
 CASES = [_case(degrees, attention) for degrees in LAYOUTS.values() for attention in ATTENTIONS]
 CASES += [
-    Case(Degrees(pp=2, dp_shard=2, tp=2), "sdpa_block_causal", "op", True, rows=8),
-    Case(Degrees(dp_shard=2, cp=2, tp=2), "flex_block_causal", "full", window=True),
-    Case(Degrees(pp=2, tp=2), "sdpa_block_causal", extra=_schedule("Interleaved1F1B")),
+    Case(Degrees(pp=2, dp_shard=2, tp=2), "sdpa_block_causal", "op", rows=8),
+    Case(Degrees(pp=2, tp=2), "sdpa_block_causal", layers=4, extra=_schedule("Interleaved1F1B")),
     Case(Degrees(pp=2, dp_replicate=2), "flex_block_causal", rows=8, extra=_schedule("GPipe")),
     Case(Degrees(dp_replicate=2, tp=2), "sdpa_block_causal", "op"),
     Case(Degrees(dp_shard=2, cp=2), "sdpa_block_causal", extra=(("parallelism.fsdp_gradient_reduction", "step"),)),
@@ -206,14 +207,7 @@ def test_the_rows_are_as_different_as_the_cases_need(logged, texts, tmp_path):
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 TABLE = re.compile(r"(?<=<!-- from test_layouts.py -->\n)(.*)(?=<!-- end of table -->)", re.S)
-WIDE_LAYOUTS = {
-    **LAYOUTS,
-    "dp2tp2pp2": Degrees(dp_shard=2, tp=2, pp=2),
-    "dp2tp2cp2": Degrees(dp_shard=2, tp=2, cp=2),
-    "dp2cp2pp2": Degrees(dp_shard=2, cp=2, pp=2),
-    "tp2cp2pp2": Degrees(tp=2, cp=2, pp=2),
-    "hsdp2x2tp2": Degrees(dp_replicate=2, dp_shard=2, tp=2),
-}
+WIDE_LAYOUTS = {**LAYOUTS, "dp2tp2pp2": Degrees(dp_shard=2, tp=2, pp=2)}
 
 
 class Table:
