@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests. On a machine without the packages they need this first makes .venv. Arguments go to pytest.
+# Run the tests, on all cores. On a machine without the packages they need this first makes .venv. Arguments go to
+# pytest (-n 0: one test after the other in this process, as a debugger wants it).
 set -euo pipefail
 
 repo="$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
@@ -10,4 +11,6 @@ use_environment dev
 # Tests that start the launchers are to use the same interpreter.
 export PYTHON
 cd -- "$repo"
-exec "$PYTHON" -m pytest "$@"
+# One process for each core, and each of them to work on one; files stay whole, for tests share what is slow to make.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$PYTHON" -m pytest --numprocesses=auto --dist=loadfile "$@"

@@ -56,9 +56,9 @@ def test_ranks_agree(settings, tmp_path):
 
 
 def test_debug_model_as_shipped(tmp_path):
-    """The README's first command, to its end: real text, near ln(2048) = 7.62 at first, at least 2 lower at last."""
-    run = train(tmp_path, OMP_NUM_THREADS="2")
-    assert [m["step"] for m in run] == [1, *range(5, 101, 5)]
+    """The README's first command, cut short: real text, near ln(2048) = 7.62 at first, at least 2 lower at last."""
+    run = train(tmp_path, "--training.steps=40", OMP_NUM_THREADS="2")
+    assert [m["step"] for m in run] == [1, *range(5, 41, 5)]
     assert abs(run[0]["loss"] - 7.62) < 0.3
     assert run[-1]["loss"] < run[0]["loss"] - 2.0
     assert (tmp_path / "config.toml").is_file()

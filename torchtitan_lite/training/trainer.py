@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -45,8 +44,9 @@ from torchtitan_lite.observability.profiler import maybe_profile
 from torchtitan_lite.observability.progress import ProgressBar
 from torchtitan_lite.observability.throughput import Throughput
 from torchtitan_lite.observability.watchdog import StepWatchdog
-from torchtitan_lite.training.checkpoint import CheckpointManager, complete_steps
+from torchtitan_lite.training.checkpoint import CheckpointManager
 from torchtitan_lite.training.counts import Counts, StepLoss
+from torchtitan_lite.training.divergence import DivergenceCheck
 from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.lr_schedule import lr_factor
 from torchtitan_lite.training.machine import set_determinism, sole_run_in
@@ -107,8 +107,6 @@ class Trainer:
 
         self.step = 0
         self.tokens_seen = 0
-        self.norm_sum = torch.zeros((), device=self.device)  # of the steps since norms were last seen to be finite
-        self.finite_step = 0
         self.checkpoint = CheckpointManager(
             config.checkpoint,
             self.dump_folder / config.checkpoint.folder,
@@ -116,6 +114,7 @@ class Trainer:
             self.optimizer,
             pp_group=self.mesh.pp.get_group(),
         )
+        self.divergence = DivergenceCheck(self.device, self.checkpoint if config.checkpoint.enable else None)
         self._now("loading a checkpoint")
         self._load_checkpoint()
 
@@ -184,7 +183,7 @@ class Trainer:
             if changed:  # the weights fit all the same
                 logger.warning(f"The model differs from the checkpoint's: {', '.join(changed)}")
             logger.info(f"Resuming after step {self.step}")
-        self.finite_step = self.step
+        self.divergence.finite_step = self.step
 
     def _state(self) -> dict:
         """Plain data that, with model and optimizer, determines the rest of the run. The learning rate follows from the
@@ -270,13 +269,13 @@ class Trainer:
             )
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.norm_sum += grad_norm.to(self.device)
+            self.divergence.add(grad_norm)
             result = (loss_sum, grad_norm)
 
         self.loader.mark_trained(self.loader.global_batch_size)
         self._count(total, data_wait)
         if self._is_log_step() or self._is_save_step():
-            self._require_finite()
+            self.divergence.require_finite(self.step)
         if result is None or not self._is_log_step():
             return None
         return self._measure(*result, batches, lr)
@@ -330,33 +329,6 @@ class Trainer:
             streamed = isinstance(self.loader, StreamLoader)
             data_state = {self.dp.rank: self.loader.rank_state()} if streamed and self.place.counts_rows else None
             self.checkpoint.save(self.step, self._state(), data_state)
-
-    def _require_finite(self) -> None:
-        """Stop a run that has diverged, before it logs or saves: on those steps only, as this waits for the device.
-
-        A loss that is not finite has no finite gradient, and the norm is the same on every rank, so all stop at once.
-        The sum stays broken after a single broken step, even if only a few rows of the embedding carry the damage on.
-        """
-        norm_sum = self.norm_sum.item()
-        if not math.isfinite(norm_sum):
-            self.checkpoint.wait()
-            good = []
-            if self.config.checkpoint.enable:
-                good = [step for step in complete_steps(self.checkpoint.folder) if step <= self.finite_step]
-            resume = "There is no checkpoint from before"
-            if good:
-                resume = (
-                    f"Checkpoints from before: step {', '.join(map(str, good))} in {self.checkpoint.folder}; where the "
-                    "newest diverges again, checkpoint.load_step takes an older one"
-                )
-            first = self.finite_step + 1
-            steps = f"step {first}" if first == self.step else f"steps {first} to {self.step}"
-            raise FloatingPointError(
-                f"Training diverged: loss or gradients were not finite (norm {norm_sum}) in {steps}. {resume}. A lower "
-                "optimizer.lr or a longer lr_scheduler.warmup_steps may help"
-            )
-        self.finite_step = self.step
-        self.norm_sum.zero_()
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 
