@@ -1,5 +1,7 @@
 """Rules over several settings: each is broken once, and the message must name what was given and what would work."""
 
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, models
 
@@ -142,6 +144,15 @@ def test_settings_of_a_pipeline_without_one_warn():
     assert warning.startswith("parallelism.pipeline_parallel_schedule, pipeline_parallel_microbatch_size: of no effect")
     pipeline = "--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=8"
     assert check(*settings, *pipeline, world_size=2) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("1b", 1), ("3b", 8), ("8b", 8), ("70b", 128), ("405b", 512), ("405b", 1024)]
+)
+def test_the_configurations_that_are_shipped_pass(name, gpus):
+    path = Path(__file__).parents[2] / "train_configs" / f"llama3_{name}.toml"
+    config = load_config([f"--job.config_file={path}"])
+    assert check_config(config, world_size=gpus, device_type="cuda", outside=False) == []
 
 
 def test_what_lies_outside_is_left_alone_on_request():
