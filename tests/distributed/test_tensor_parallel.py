@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from plain_training import plain_training
 from torch._inductor import config as inductor_config
 from toy_run import TOY
 
@@ -52,24 +52,7 @@ def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def reference(args: ModelArgs) -> dict:
-    """One process, no sharding, whole logits, torch's own cross-entropy and clipping."""
-    model = Transformer(args)
-    init_weights(model, args, seed=0)
-    result = {"initial": {n: p.detach().clone() for n, p in model.named_parameters()}, "losses": [], "norms": []}
-    with torch.no_grad():
-        result["logits"] = model(global_batch(0)[0], global_batch(0)[2])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    for step in range(STEPS):
-        tokens, labels, document_ids = global_batch(step)
-        loss = F.cross_entropy(model(tokens, document_ids).flatten(0, 1), labels.flatten())
-        loss.backward()
-        if step == 0:
-            result["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
-        result["losses"].append(loss.item())
-        result["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return result
+    return plain_training(args, global_batch, steps=STEPS, max_norm=MAX_NORM)
 
 
 def build(case: Case, world) -> tuple[Transformer, Mesh]:
