@@ -2,7 +2,7 @@
 
     python scripts/estimate.py train_configs/llama3_8b.toml --world-size 8
     python scripts/estimate.py train_configs/llama3_405b.toml --world-size 512 --gpu H100 \\
-        --parallelism.tensor_parallel_degree=8 --parallelism.pipeline_parallel_degree=8 --training.local_batch_size=16
+        --parallelism.context_parallel_degree=2
 
 The model is built by the trainer's own code for one rank at a time, on tensors that have shapes but no memory, and some
 of its layers are run. Neither data nor tokenizer is read. docs/estimate.md says how exact each number is.

@@ -16,6 +16,7 @@ For several nodes it is started on each of them, with the same values (docs/mult
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from torchtitan_lite.config.load import ConfigError, load_config
 from torchtitan_lite.distributed.nodes import nodes_of_run
-from torchtitan_lite.observability.logging import init_logger, logged_ranks
+from torchtitan_lite.observability.logging import init_logger, logged_ranks, logger
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -70,6 +71,7 @@ def launch(argv: list[str]) -> None:
         lambda: check_config(config, world_size=world_size, device_type=device_type), lambda: _logged_ranks(world_size)
     )
     init_logger()  # the processes make loggers of their own
+    logger.setLevel(logging.INFO)  # whatever their LOG_RANK
     if processes > 1:
         # Left alone, each process would start a thread per core.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))

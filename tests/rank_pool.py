@@ -45,22 +45,24 @@ class RankPool:
         # Kept here, as torchrun's agent does: one in rank 0 would end with it, while others are still setting up.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         processes, pipes = [], []
-        for rank in range(ranks):
-            ours, theirs = self._context.Pipe(duplex=False)
-            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": store.port}
-            process = self._context.Process(target=_run_rank, args=(theirs, function, args, environment), daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
+        limit = 0  # for the others may hang in a collective
         try:
-            return _answers(pipes, function.__name__)
-        except BaseException:
-            for process in processes:  # the others may hang in a collective
-                process.kill()
-            raise
+            for rank in range(ranks):
+                ours, theirs = self._context.Pipe(duplex=False)
+                environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": store.port}
+                given = (theirs, function, args, environment)
+                process = self._context.Process(target=_run_rank, args=given, daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            results = _answers(pipes, function.__name__)
+            limit = 30
+            return results
         finally:
             for process, pipe in zip(processes, pipes, strict=True):
+                process.join(limit)
+                process.kill()
                 process.join()
                 pipe.close()
 
@@ -72,7 +74,10 @@ def _answers(pipes: list[Any], name: str) -> list[Any]:
         if not ready:
             raise TimeoutError(f"{name}: no answer from ranks within {_TIMEOUT_S} s")
         pipe = ready[0]
-        failure, results[pipe] = pickle.loads(pipe.recv_bytes())
+        try:
+            failure, results[pipe] = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            failure = "It ended without an answer."
         if failure:
             raise AssertionError(f"{name} on rank {pipes.index(pipe)} of {len(pipes)}:\n{failure}")
     return [results[pipe] for pipe in pipes]

@@ -242,6 +242,7 @@ WRONG_VALUES = [
     ("1", "1", "compile.enable", "expected true or false, got "),
     ('"yes"', "yes", "compile.enable", 'expected true or false, got "yes"'),
     ('"SGD"', "SGD", "optimizer.name", '"SGD" is not one of AdamW, Adam'),
+    ('["model", "optimizer"]', '["model", "optimizer"]', "compile.components", '"optimizer" is not one of model, loss'),
     ('["model", "optimizer"]', "model,optimizer", "compile.components", '"optimizer" is not one of model, loss'),
     ("[true, 2]", "true,2", "model.args.sliding_window_pattern", "expected true or false, got "),
 ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from toy_run import read_metrics, toy_config
 
 import torchtitan_lite
@@ -211,12 +212,13 @@ WIDE_LAYOUTS = {**LAYOUTS, "dp2tp2pp2": Degrees(dp_shard=2, tp=2, pp=2)}
 
 
 class Table:
-    """Worst differences by layout and attention. The runs take hours: what was measured with the same sources is kept,
-    in pytest's cache, so that they can be broken off. Written into the page once every cell is there."""
+    """Worst differences by layout and attention, written into the page once every cell is there. The runs take an hour
+    and can be broken off: what was measured with the same sources is kept, in pytest's cache."""
 
     def __init__(self, cache: pytest.Cache) -> None:
         sources = sorted(Path(torchtitan_lite.__file__).parent.rglob("*.py"))
-        self._sources = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+        content = [path.read_bytes() for path in (*sources, Path(__file__))]
+        self._sources = hashlib.sha256(b"".join([*content, torch.__version__.encode()])).hexdigest()
         self._cache = cache
         kept = cache.get("layouts", {})
         self.cells = kept["cells"] if kept.get("sources") == self._sources else {}

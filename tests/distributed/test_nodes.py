@@ -142,14 +142,14 @@ def test_the_board_keeps_the_first_failure():
 
 
 def test_a_board_that_is_gone(monkeypatch):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     monkeypatch.setattr("torchtitan_lite.distributed.failures._TIMEOUT", timedelta(seconds=0.5))
-    board = FailureBoard(Nodes(2, "127.0.0.1", port, "run", 5))
-    board.post("whatever")  # there is worse already
-    with pytest.raises(ConnectionError, match=f"RDZV_ENDPOINT=127.0.0.1:{port} does not answer"):
-        board.read()
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        board = FailureBoard(Nodes(2, "127.0.0.1", port, "run", 5))
+        board.post("whatever")  # there is worse already
+        with pytest.raises(ConnectionError, match=f"RDZV_ENDPOINT=127.0.0.1:{port} does not answer"):
+            board.read()
 
 
 def test_a_run_on_one_node_has_no_board(monkeypatch):

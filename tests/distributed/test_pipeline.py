@@ -511,6 +511,21 @@ def test_a_huge_microbatch_is_answered_at_once():
     )
 
 
+def test_no_remedy_where_the_model_is_too_shallow():
+    with pytest.raises(
+        ValueError, match=r"3 make 2 stages, .* on each of 4 ranks; the model has too few layers for any"
+    ):
+        number_of_stages(
+            3,
+            Parallelism(
+                pipeline_parallel_degree=4,
+                pipeline_parallel_layers_per_stage=2,
+                pipeline_parallel_first_stage_less_layers=0,
+                pipeline_parallel_last_stage_less_layers=0,
+            ),
+        )
+
+
 def test_a_remedy_leaves_no_stage_empty():
     """Of 4 layers and 2 more, stages of one would leave first and last without any."""
     with pytest.raises(ValueError, match="no value does; leave it unset"):

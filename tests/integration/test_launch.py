@@ -47,7 +47,8 @@ check_env = load_script("check_env")
 def launched(monkeypatch, tmp_path):
     """What launch() hands to torchrun: an empty list until it does."""
     for name in ("CONFIG_FILE", "NGPU", "LOG_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", *NODES):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # restored afterwards, whether it was there or not
+        monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.chdir(tmp_path)
@@ -245,11 +246,12 @@ def test_how_a_node_ends(launched, monkeypatch, capsys, error, seen, said, poste
 
 
 def test_a_meeting_place_where_nobody_listens():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with pytest.raises(SystemExit, match=f"nobody listens at RDZV_ENDPOINT=127.0.0.1:{port} after RDZV_TIMEOUT=1 s"):
-        multinode._wait_for_store(Nodes(2, "127.0.0.1", port, "x", timeout=1))
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        message = f"nobody listens at RDZV_ENDPOINT=127.0.0.1:{port} after RDZV_TIMEOUT=1 s"
+        with pytest.raises(SystemExit, match=message):
+            multinode._wait_for_store(Nodes(2, "127.0.0.1", port, "x", timeout=1))
 
 
 # --- run_train.sh and setup_env.sh, with a make-believe Python -------------------------------------------------------
@@ -399,7 +401,7 @@ def test_packages_for_tests_are_added_and_serve_for_training_too(machine):
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="set-ups side by side are kept apart by flock")
 def test_two_set_ups_at_once(machine):
-    both = [machine.popen(FAKE_PIP_SECONDS="1") for _ in range(2)]
+    both = [machine.popen(FAKE_PIP_SECONDS="5") for _ in range(2)]
     outputs = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert len(machine.calls("-m pip install")) == 1

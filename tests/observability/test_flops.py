@@ -117,7 +117,7 @@ def test_worked_example_of_the_docs():
         ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
     ],
 )
-def testpublished_peaks(name, dtype, tflops):
+def test_published_peaks(name, dtype, tflops):
     peak, source = flops.published_peak(name, dtype)
     assert peak == tflops * 1e12
     assert name in source and "published" in source
@@ -145,7 +145,7 @@ def test_fp32_peak_is_that_of_tf32_where_torch_may_use_it():
         "Tesla T4",
     ],
 )
-def test_unlike_gpus_are_not_given_apublished_peak(name):
+def test_unlike_gpus_are_not_given_a_published_peak(name):
     assert flops.published_peak(name, torch.bfloat16) is None
 
 

@@ -236,7 +236,7 @@ def _data(run: _Run) -> Iterator[str]:
     yield from check_sources(run.config)
 
 
-def _checkpoint(run: _Run) -> Iterator[str]:
+def _saving_and_loading(run: _Run) -> Iterator[str]:
     checkpoint = run.config.checkpoint
     if checkpoint.keep_latest_k == 1:
         yield (
@@ -247,6 +247,10 @@ def _checkpoint(run: _Run) -> Iterator[str]:
         value = getattr(checkpoint, name)
         if value != unset and not checkpoint.enable:
             yield f"checkpoint.{name}={value}: nothing is loaded without checkpoint.enable; set it too"
+
+
+def _initial_checkpoint(run: _Run) -> Iterator[str]:
+    checkpoint = run.config.checkpoint
     if checkpoint.initial_load_path is not None:
         folder = Path(checkpoint.initial_load_path)
         # DCP writes .metadata last, after every rank's share is on disk.
@@ -285,11 +289,12 @@ _RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
     _attention,
     _activation_checkpoint,
     _compile,
+    _saving_and_loading,
 )
 _OUTSIDE_RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
     _tokenizer,
     _data,
-    _checkpoint,
+    _initial_checkpoint,
     _output_folders,
     _metrics,
 )

@@ -5,7 +5,6 @@ The file and the command line both come through here, so a value is right or wro
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -141,23 +140,18 @@ def _coerce_one(value: Any, kind: Any) -> Any:
 def from_words(words: list[str], key: Key) -> Any:
     """The words given for ``key`` on the command line as the value TOML would have given, for :func:`coerce`.
 
-    ``None`` unsets an optional key. Items of a list are separated by commas, or are words of their own, or are written
-    as in TOML, as a list of tables must be. A word that does not look like what the key wants stays text, for
-    :func:`coerce` to refuse. Raises ValueError for tables that are no TOML.
+    ``None`` unsets an optional key. Items of a list are separated by commas, or are words of their own; what begins
+    with a bracket is written as in TOML, as a list of tables must be. A word that does not look like what the key wants
+    stays text, for :func:`coerce` to refuse. Raises ValueError for what is no TOML.
     """
     if key.optional and words == ["None"]:
         return None
-    if key.item_keys:
+    if key.item_keys or (key.is_list and words[0].startswith("[")):
         try:
             return tomli.loads(f"value = {' '.join(words)}")["value"]
         except tomli.TOMLDecodeError as error:
-            raise ValueError(f"not a TOML array of tables: {error}") from None
+            raise ValueError(f"not a TOML array{' of tables' if key.item_keys else ''}: {error}") from None
     if key.is_list:
-        if words[0].startswith("["):
-            with contextlib.suppress(
-                tomli.TOMLDecodeError
-            ):  # text may begin with a bracket, as a pattern of files does
-                return tomli.loads(f"value = {' '.join(words)}")["value"]
         items = [item for word in words for item in word.split(",") if item]
         return [_from_word(item, key.item) for item in items]
     return _from_word(words[0], key.kind)

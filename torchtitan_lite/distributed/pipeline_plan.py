@@ -70,9 +70,9 @@ def number_of_stages(n_layers: int, parallelism: Parallelism) -> int:
         per_rank, rest = divmod(-(-layers // per_stage), ranks)
         return rest == 0 and (per_rank >= 2 if placement == "loop" else per_rank == (1 if placement == "single" else 2))
 
-    def leaves_none_empty(per_stage: int) -> bool:
+    def leaves_none_empty(stages: int) -> bool:
         try:
-            return bool(deal_layers(n_layers, -(-layers // per_stage), first, last))
+            return bool(deal_layers(n_layers, stages, first, last))
         except ValueError:
             return False
 
@@ -84,12 +84,13 @@ def number_of_stages(n_layers: int, parallelism: Parallelism) -> int:
     stages = -(-layers // per_stage)
     if not fits(per_stage):
         wanted = {"single": "one stage", "loop": "two or more stages", "v": "two stages"}[placement]
-        able = [n for n in range(1, n_layers + 1) if fits(n) and leaves_none_empty(n)]
+        able = [n for n in range(1, n_layers + 1) if fits(n) and leaves_none_empty(-(-layers // n))]
         remedy = f"{', '.join(map(str, able))} would do, or leave it unset" if able else "no value does; leave it unset"
+        if not able and not leaves_none_empty(ranks if placement == "single" else 2 * ranks):
+            remedy = "the model has too few layers for any; use fewer ranks"
         raise ValueError(
             f"parallelism.pipeline_parallel_layers_per_stage={per_stage}: {_counted(n_layers, first, last)} make "
-            f"{_plural(stages, 'stage')}, but {schedule} needs {wanted} on each of {ranks} ranks; "
-            f"{remedy}"
+            f"{_plural(stages, 'stage')}, but {schedule} needs {wanted} on each of {ranks} ranks; {remedy}"
         )
     return stages
 

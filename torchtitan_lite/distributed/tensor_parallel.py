@@ -149,8 +149,8 @@ def _broken_rules(args: ModelArgs, degree: int, local_seq_len: int) -> list[str]
             "be a multiple of it"
         )
     if args.vocab_size % degree:
-        # The model and the loss can do with unequal shards. But of a shard that FSDP splits again torch names the place
-        # in the whole as if all were equal: checkpoints would mix rows up.
+        # The model and the loss can do with unequal shards, if none is empty. But of a shard that FSDP splits again
+        # torch names the place in the whole as if all were equal: checkpoints would mix rows up.
         padded = -(-args.vocab_size // degree) * degree
         rules.append(
             f"embedding and output are split by vocabulary, so vocab_size={args.vocab_size} must be a multiple of it; "
