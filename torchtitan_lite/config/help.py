@@ -71,19 +71,20 @@ def field_docs() -> dict[str, str]:
 
     Python drops these strings, so they are read from the source.
     """
-    by_class = {
-        node.name: {
-            field.target.id: " ".join(doc.value.value.split())
-            for field, doc in zip(node.body, node.body[1:], strict=False)
-            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(field.target, ast.Name)
-        }
-        for node in ast.parse(inspect.getsource(schema)).body
-        if isinstance(node, ast.ClassDef)
-    }
     default = schema.Config()
     docs = {}
     for name, key in KEYS.items():
         section, _, leaf = name.rpartition(".")
-        docs[name] = by_class[type(value_of(default, section)).__name__][leaf]
-        docs.update({f"{name}[].{item}": by_class[key.item.__name__][item] for item in key.item_keys})
+        docs[name] = _docs_of(type(value_of(default, section)))[leaf]
+        docs.update({f"{name}[].{item}": _docs_of(key.item)[item] for item in key.item_keys})
     return docs
+
+
+@functools.cache
+def _docs_of(section: type) -> dict[str, str]:
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    return {
+        field.target.id: " ".join(doc.value.value.split())
+        for field, doc in zip(definition.body, definition.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(field.target, ast.Name)
+    }

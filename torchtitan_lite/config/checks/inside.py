@@ -1,30 +1,16 @@
-"""Rules that span several settings, or reach outside the configuration: model, machine, files.
-
-They run before anything heavy is started, and all that is wrong is reported together. A message says what was given,
-the rule it breaks, and what would work.
-"""
+"""Rules on the settings themselves, the model they make and the machine they are for."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from torchtitan_lite.attention.backends import BLOCK_SIZE, masks_documents, unsupported
+from torchtitan_lite.attention.backends import BLOCK_SIZE, unsupported
+from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.help import value_of
-from torchtitan_lite.config.load import ConfigError
-from torchtitan_lite.config.schema import Config, Parallelism
-from torchtitan_lite.data.sources.resolve import check_sources
-from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
 from torchtitan_lite.distributed.context_parallel import context_parallel_problems
-from torchtitan_lite.distributed.mesh import Degrees, resolve_degrees
 from torchtitan_lite.distributed.pipeline_plan import pipeline_problems
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.distributed.tensor_parallel import tensor_parallel_problems
-from torchtitan_lite.models.llama3.args import ModelArgs
-from torchtitan_lite.models.llama3.flavors import join_flavor, model_args, split_flavor
 
 # Least value of each number that has one.
 AT_LEAST: dict[str, float] = {
@@ -58,45 +44,7 @@ AT_LEAST: dict[str, float] = {
 SHARES = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor")
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What the rules look at. ``args`` is None where the model's shape is itself at fault, ``degrees`` where they do
-    not fit the number of processes."""
-
-    config: Config
-    world_size: int
-    device_type: str
-    args: ModelArgs | None
-    degrees: Degrees | None
-
-
-def check_config(config: Config, *, world_size: int, device_type: str, outside: bool = True) -> list[str]:
-    """Hold ``config`` against every rule, for a run of ``world_size`` processes on ``device_type`` ("cpu" or "cuda").
-
-    outside: whether what lies outside of the configuration is looked at too: tokenizer, data, folders, packages.
-    Starts nothing.
-    Returns warnings: what will run, but perhaps not as meant. Raises ConfigError with all problems.
-    """
-    problems = []
-    args = None
-    try:
-        args = model_args(config.model.flavor, asdict(config.model.args))
-    except ValueError as error:
-        problems.append(f"model.flavor={config.model.flavor} with model.args: {error}")
-    degrees = None
-    try:
-        degrees = resolve_degrees(config.parallelism, world_size)
-    except ValueError as error:
-        problems.append(str(error))
-    run = _Run(config, world_size, device_type, args, degrees)
-    for rule in (*_RULES, *(_OUTSIDE_RULES if outside else ())):
-        problems.extend(rule(run))
-    if problems:
-        raise ConfigError(problems)
-    return list(_warnings(run))
-
-
-def _ranges(run: _Run) -> Iterator[str]:
+def _ranges(run: Run) -> Iterator[str]:
     for name, least in AT_LEAST.items():
         value = value_of(run.config, name)
         if value < least:
@@ -116,7 +64,7 @@ def _ranges(run: _Run) -> Iterator[str]:
         )
 
 
-def _batch(run: _Run) -> Iterator[str]:
+def _batch(run: Run) -> Iterator[str]:
     if run.degrees is None:
         return
     training, ranks = run.config.training, run.degrees.dp
@@ -133,7 +81,7 @@ def _batch(run: _Run) -> Iterator[str]:
         )
 
 
-def _parallelism(run: _Run) -> Iterator[str]:
+def _parallelism(run: Run) -> Iterator[str]:
     """What each dimension of the mesh asks of the model and of the others."""
     config, args, degrees = run.config, run.args, run.degrees
     if config.training.enable_cpu_offload and run.device_type == "cpu":
@@ -167,7 +115,7 @@ def _parallelism(run: _Run) -> Iterator[str]:
     )
 
 
-def _sequence(run: _Run) -> Iterator[str]:
+def _sequence(run: Run) -> Iterator[str]:
     if run.args is None:
         return
     seq_len = run.config.training.seq_len
@@ -184,7 +132,7 @@ def _sequence(run: _Run) -> Iterator[str]:
         )
 
 
-def _attention(run: _Run) -> Iterator[str]:
+def _attention(run: Run) -> Iterator[str]:
     if run.args is None:
         return
     dtype = resolve_param_dtype(run.config.training.mixed_precision_param, run.device_type)
@@ -199,7 +147,7 @@ def _attention(run: _Run) -> Iterator[str]:
         )
 
 
-def _activation_checkpoint(run: _Run) -> Iterator[str]:
+def _activation_checkpoint(run: Run) -> Iterator[str]:
     option = run.config.activation_checkpoint.selective_ac_option
     if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
         yield (
@@ -208,7 +156,7 @@ def _activation_checkpoint(run: _Run) -> Iterator[str]:
         )
 
 
-def _compile(run: _Run) -> Iterator[str]:
+def _compile(run: Run) -> Iterator[str]:
     if not run.config.compile.enable:
         return
     import torch._dynamo  # takes seconds, so only where it is used anyway
@@ -218,25 +166,7 @@ def _compile(run: _Run) -> Iterator[str]:
         yield f"compile.backend={run.config.compile.backend}: torch knows {', '.join(backends)}"
 
 
-def _tokenizer(run: _Run) -> Iterator[str]:
-    path = run.config.model.hf_assets_path
-    try:
-        size = load_tokenizer(path).vocab_size
-    except TokenizerError as error:
-        yield str(error)
-        return
-    if run.args is not None and size > run.args.vocab_size:
-        yield (
-            f"model.hf_assets_path={path}: the tokenizer has ids up to {size - 1}, but the model embeds only "
-            f"{run.args.vocab_size} tokens; set model.args.vocab_size to {size} or more"
-        )
-
-
-def _data(run: _Run) -> Iterator[str]:
-    yield from check_sources(run.config)
-
-
-def _saving_and_loading(run: _Run) -> Iterator[str]:
+def _saving_and_loading(run: Run) -> Iterator[str]:
     checkpoint = run.config.checkpoint
     if checkpoint.keep_latest_k == 1:
         yield (
@@ -249,39 +179,7 @@ def _saving_and_loading(run: _Run) -> Iterator[str]:
             yield f"checkpoint.{name}={value}: nothing is loaded without checkpoint.enable; set it too"
 
 
-def _initial_checkpoint(run: _Run) -> Iterator[str]:
-    checkpoint = run.config.checkpoint
-    if checkpoint.initial_load_path is not None:
-        folder = Path(checkpoint.initial_load_path)
-        # DCP writes .metadata last, after every rank's share is on disk.
-        if not folder.is_dir():
-            yield f"checkpoint.initial_load_path={folder}: no such folder; give the step-N folder of a run"
-        elif not (folder / ".metadata").is_file():
-            yield (
-                f"checkpoint.initial_load_path={folder}: not a complete checkpoint (it has no .metadata); "
-                "give the step-N folder itself"
-            )
-
-
-def _output_folders(run: _Run) -> Iterator[str]:
-    job, checkpoint = run.config.job, run.config.checkpoint
-    folders = {f"job.dump_folder={job.dump_folder}": Path(job.dump_folder)}
-    if checkpoint.enable:
-        folders[f"checkpoint.folder={checkpoint.folder}"] = Path(job.dump_folder, checkpoint.folder)
-    for setting, folder in folders.items():
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not existing.is_dir():
-            yield f"{setting}: {existing} is a file; give a folder, which need not exist yet"
-        elif not os.access(existing, os.W_OK | os.X_OK):
-            yield f"{setting}: no permission to write in {existing}"
-
-
-def _metrics(run: _Run) -> Iterator[str]:
-    if run.config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        yield "metrics.enable_wandb: the package wandb is not installed; pip install wandb, or leave it off"
-
-
-_RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
+INSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _ranges,
     _batch,
     _parallelism,
@@ -291,45 +189,3 @@ _RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
     _compile,
     _saving_and_loading,
 )
-_OUTSIDE_RULES: tuple[Callable[[_Run], Iterator[str]], ...] = (
-    _tokenizer,
-    _data,
-    _initial_checkpoint,
-    _output_folders,
-    _metrics,
-)
-
-
-def _warnings(run: _Run) -> Iterator[str]:
-    config, attention = run.config, run.args.attention
-    if not masks_documents(attention):
-        size = split_flavor(config.model.flavor)[0]
-        yield (
-            f"model.flavor={config.model.flavor}: plain sdpa attends across all documents packed into a row; "
-            f"{join_flavor(size, 'sdpa_block_causal')} and {join_flavor(size, 'flex_block_causal')} keep them apart"
-        )
-    if run.degrees.pp == 1:
-        given, defaults = asdict(config.parallelism), asdict(Parallelism())
-        unused = [name for name in given if name.startswith("pipeline_") and given[name] != defaults[name]]
-        if unused:
-            yield f"parallelism.{', '.join(unused)}: of no effect without parallelism.pipeline_parallel_degree"
-    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
-    if warmup > steps:  # quick trials with few steps are common, and well-defined
-        yield (
-            f"lr_scheduler.warmup_steps={warmup} is more than training.steps={steps}: the run ends before the learning "
-            "rate reaches its peak"
-        )
-    selective = config.activation_checkpoint.mode == "selective"
-    model_compiled = config.compile.enable and "model" in config.compile.components
-    if (
-        attention == "flex_block_causal"
-        and run.device_type == "cuda"
-        and selective
-        and config.activation_checkpoint.selective_ac_option == "op"
-        and not model_compiled
-    ):
-        yield (
-            "activation_checkpoint.selective_ac_option=op around flex_block_causal without compile.enable: selective "
-            "checkpointing keeps FlexAttention from compiling its kernel, and attention becomes slow; compile the "
-            "model, or choose activation_checkpoint.mode none or full"
-        )

@@ -1,0 +1,71 @@
+"""Rules on what lies outside of the configuration: tokenizer, data, folders, packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torchtitan_lite.config.checks.run import Run
+from torchtitan_lite.data.sources.resolve import check_sources
+from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
+
+
+def _tokenizer(run: Run) -> Iterator[str]:
+    path = run.config.model.hf_assets_path
+    try:
+        size = load_tokenizer(path).vocab_size
+    except TokenizerError as error:
+        yield str(error)
+        return
+    if run.args is not None and size > run.args.vocab_size:
+        yield (
+            f"model.hf_assets_path={path}: the tokenizer has ids up to {size - 1}, but the model embeds only "
+            f"{run.args.vocab_size} tokens; set model.args.vocab_size to {size} or more"
+        )
+
+
+def _data(run: Run) -> Iterator[str]:
+    yield from check_sources(run.config)
+
+
+def _initial_checkpoint(run: Run) -> Iterator[str]:
+    checkpoint = run.config.checkpoint
+    if checkpoint.initial_load_path is not None:
+        folder = Path(checkpoint.initial_load_path)
+        # DCP writes .metadata last, after every rank's share is on disk.
+        if not folder.is_dir():
+            yield f"checkpoint.initial_load_path={folder}: no such folder; give the step-N folder of a run"
+        elif not (folder / ".metadata").is_file():
+            yield (
+                f"checkpoint.initial_load_path={folder}: not a complete checkpoint (it has no .metadata); "
+                "give the step-N folder itself"
+            )
+
+
+def _output_folders(run: Run) -> Iterator[str]:
+    job, checkpoint = run.config.job, run.config.checkpoint
+    folders = {f"job.dump_folder={job.dump_folder}": Path(job.dump_folder)}
+    if checkpoint.enable:
+        folders[f"checkpoint.folder={checkpoint.folder}"] = Path(job.dump_folder, checkpoint.folder)
+    for setting, folder in folders.items():
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            yield f"{setting}: {existing} is a file; give a folder, which need not exist yet"
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            yield f"{setting}: no permission to write in {existing}"
+
+
+def _metrics(run: Run) -> Iterator[str]:
+    if run.config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        yield "metrics.enable_wandb: the package wandb is not installed; pip install wandb, or leave it off"
+
+
+OUTSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
+    _tokenizer,
+    _data,
+    _initial_checkpoint,
+    _output_folders,
+    _metrics,
+)

@@ -1,0 +1,46 @@
+"""What will run, but perhaps not as meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from torchtitan_lite.attention.backends import masks_documents
+from torchtitan_lite.config.checks.run import Run
+from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.models.llama3.flavors import join_flavor, split_flavor
+
+
+def warnings_about(run: Run) -> Iterator[str]:
+    config, attention = run.config, run.args.attention
+    if not masks_documents(attention):
+        size = split_flavor(config.model.flavor)[0]
+        yield (
+            f"model.flavor={config.model.flavor}: plain sdpa attends across all documents packed into a row; "
+            f"{join_flavor(size, 'sdpa_block_causal')} and {join_flavor(size, 'flex_block_causal')} keep them apart"
+        )
+    if run.degrees.pp == 1:
+        given, defaults = asdict(config.parallelism), asdict(Parallelism())
+        unused = [name for name in given if name.startswith("pipeline_") and given[name] != defaults[name]]
+        if unused:
+            yield f"parallelism.{', '.join(unused)}: of no effect without parallelism.pipeline_parallel_degree"
+    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
+    if warmup > steps:  # quick trials with few steps are common, and well-defined
+        yield (
+            f"lr_scheduler.warmup_steps={warmup} is more than training.steps={steps}: the run ends before the learning "
+            "rate reaches its peak"
+        )
+    selective = config.activation_checkpoint.mode == "selective"
+    model_compiled = config.compile.enable and "model" in config.compile.components
+    if (
+        attention == "flex_block_causal"
+        and run.device_type == "cuda"
+        and selective
+        and config.activation_checkpoint.selective_ac_option == "op"
+        and not model_compiled
+    ):
+        yield (
+            "activation_checkpoint.selective_ac_option=op around flex_block_causal without compile.enable: selective "
+            "checkpointing keeps FlexAttention from compiling its kernel, and attention becomes slow; compile the "
+            "model, or choose activation_checkpoint.mode none or full"
+        )

@@ -1,0 +1,113 @@
+"""The loop: batches, optimizer, schedule, and what saves memory or time in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class Optimizer:
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """Optimizer class of torch.optim."""
+
+    lr: float = 8e-4
+    """Peak learning rate."""
+
+    beta1: float = 0.9
+    """Decay of the first moment."""
+
+    beta2: float = 0.95
+    """Decay of the second moment."""
+
+    eps: float = 1e-8
+    """Term added to the denominator."""
+
+    weight_decay: float = 0.1
+    """Weight decay, applied to every parameter."""
+
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Which of torch's kernels runs the update."""
+
+
+@dataclass
+class LRScheduler:
+    warmup_steps: int = 200
+    """Steps of linear warm-up from lr / warmup_steps to lr."""
+
+    decay_ratio: float | None = None
+    """Share of training.steps spent decaying at the end. Unset: all steps after the warm-up; 0: none."""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+
+    min_lr_factor: float = 0.0
+    """Floor of the decay, as a share of lr."""
+
+
+@dataclass
+class Training:
+    dataset: str = "pydocs"
+    """Registered data set (pydocs: documentation and standard library of the running CPython); a Hugging Face data set,
+    OWNER/NAME on the hub or a local folder laid out like one; or the format of the files in dataset_path: json, text,
+    parquet, arrow."""
+
+    dataset_path: str | None = None
+    """Local file, folder or glob to read instead of a registered data set."""
+
+    local_batch_size: int = 8
+    """Rows per device and forward pass."""
+
+    global_batch_size: int = -1
+    """Rows per optimizer step over all devices; a multiple of local_batch_size x data-parallel degree (the rest is
+    gradient accumulation). -1: no accumulation."""
+
+    seq_len: int = 2048
+    """Tokens per row."""
+
+    max_norm: float = 1.0
+    """Gradients are clipped to this global norm. 0: no clipping."""
+
+    steps: int = 1000
+    """Optimizer steps of the run, counted from the very start (a resumed run ends at the same step)."""
+
+    mixed_precision_param: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of parameters and activations in forward and backward; the master weights are always fp32. auto: bfloat16,
+    but float32 on a CPU without bf16 instructions (there bf16 is slower)."""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are reduced over data-parallel ranks."""
+
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in CPU memory and update them there; the GPU holds what a block
+    needs while it runs."""
+
+    gc_freq: int = 50
+    """Python's garbage collector runs every gc_freq steps, at the same step on every rank, and not in between."""
+
+    seed: int = 42
+    """Seed of initial weights, data order and any randomness of a step."""
+
+    deterministic: bool = False
+    """Use only deterministic kernels (slower): bitwise-equal runs on the same machine and layout."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    mode: Literal["none", "selective", "full"] = "selective"
+    """What the backward pass recomputes: nothing, what selective_ac_option says, or whole blocks."""
+
+    selective_ac_option: str = "op"
+    """op: save attention and every second matrix product, recompute the rest. A number n: recompute each n-th block."""
+
+
+@dataclass
+class Compile:
+    enable: bool = False
+    """Compile with torch.compile."""
+
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    """What to compile: each transformer block (full graph), the inner part of the loss."""
+
+    backend: str = "inductor"
+    """Back-end of torch.compile."""
