@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from torchtitan_lite.config import checks
-from torchtitan_lite.config.checks import AT_LEAST, check_config
+from torchtitan_lite.config.checks import AT_LEAST, check_config, outside
 from torchtitan_lite.config.load import ConfigError, load_config
 
 GOOD = ("--model.flavor=debugmodel_sdpa_block_causal", "--training.mixed_precision_param=float32")
@@ -300,12 +299,12 @@ def test_output_folders_can_be_made(tmp_path):
 
 
 def test_output_folders_can_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks.os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    monkeypatch.setattr(outside.os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
     assert f"no permission to write in {tmp_path}" in only_problem(f"--job.dump_folder={tmp_path}/new")
 
 
 def test_wandb_must_be_installed(monkeypatch):
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name, package=None: None)
+    monkeypatch.setattr(outside.importlib.util, "find_spec", lambda name, package=None: None)
     assert "wandb is not installed" in only_problem("--metrics.enable_wandb")
 
 
