@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan_lite.config.load import ConfigError, load_config
+from torchtitan_lite.convert.step_folder import CheckpointError
+from torchtitan_lite.convert.weights import WeightsError
 from torchtitan_lite.data.packing.plan import PackingError
 from torchtitan_lite.data.resume import ResumeError
 from torchtitan_lite.data.sources.document import SourceError
@@ -17,7 +19,6 @@ from torchtitan_lite.distributed.mesh import world_from_environment
 from torchtitan_lite.distributed.shared_folder import check_equal_nodes
 from torchtitan_lite.observability.logging import init_logger
 from torchtitan_lite.observability.watchdog import StepWatchdog
-from torchtitan_lite.training.checkpoint import CheckpointError
 from torchtitan_lite.training.trainer import Trainer
 
 # What the user can mend; the message says it all.
@@ -27,6 +28,7 @@ _FOR_THE_USER = (
     PackingError,
     ResumeError,
     CheckpointError,
+    WeightsError,
     FloatingPointError,
     TimeoutError,
     PeerFailure,

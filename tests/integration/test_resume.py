@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from runs import TINY, command, environment, kill_tree, train, write_documents
 
+from torchtitan_lite.convert.step_folder import is_complete
 from torchtitan_lite.data.packing.plan import PackingSettings, pack
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.training.checkpoint import is_complete
 
 ROWS = 40  # of the data set: ten global batches of four, so that step 10 ends an epoch and step 15 lies within one
 

@@ -10,18 +10,12 @@ import torch.distributed.checkpoint as dcp
 from toy_run import TOY
 
 from torchtitan_lite.config.schema import Checkpoint, Optimizer
+from torchtitan_lite.convert.step_folder import MARKER, CheckpointError, complete_steps, damage_named, is_complete
 from torchtitan_lite.distributed.fsdp import shard_model
 from torchtitan_lite.distributed.mesh import Degrees, Mesh
 from torchtitan_lite.models.llama3.init import init_weights
 from torchtitan_lite.models.llama3.model import Transformer
-from torchtitan_lite.training.checkpoint import (
-    MARKER,
-    CheckpointError,
-    CheckpointManager,
-    _damage_named,
-    complete_steps,
-    is_complete,
-)
+from torchtitan_lite.training.checkpoint import CheckpointManager
 from torchtitan_lite.training.optimizer import build_optimizer
 
 ARGS = replace(TOY, dim=8, n_layers=1, n_heads=2, n_kv_heads=1, ffn_hidden_dim=4, vocab_size=5)
@@ -145,7 +139,8 @@ def test_an_empty_folder_starts_afresh_or_from_given_weights(new_run, tmp_path):
     donor.learn()
     donor.manager.save(3, {"step": 3})
     fresh = new_run(initial_load_path=str(tmp_path / "donor" / "step-3"))
-    assert fresh.manager.load() is None  # the weights alone: neither a step nor optimizer state
+    assert fresh.manager.load() is None
+    fresh.manager.load_initial(ARGS, "debug")  # the weights alone: neither a step nor optimizer state
     weights = {key: value for key, value in donor.values().items() if key.startswith("model.")}
     assert equal(fresh.values(), weights)
 
@@ -156,7 +151,7 @@ def test_an_empty_folder_starts_afresh_or_from_given_weights(new_run, tmp_path):
 
 def test_initial_weights_must_be_a_checkpoint(new_run, tmp_path):
     with pytest.raises(CheckpointError, match=r"initial_load_path=.*: not a complete checkpoint"):
-        new_run(initial_load_path=str(tmp_path)).manager.load()
+        new_run(initial_load_path=str(tmp_path)).manager.load_initial(ARGS, "debug")
 
 
 @pytest.mark.parametrize(("keep", "left"), [(2, [3, 4]), (3, [2, 3, 4]), (0, [1, 2, 3, 4])])
@@ -227,7 +222,7 @@ def test_another_model_is_refused_by_the_names_that_differ(new_run, tmp_path, ch
     run = new_run("elsewhere" if weights_only else "checkpoint", args=replace(ARGS, **change), **settings)
     before = run.values()
     with pytest.raises(CheckpointError, match=message):
-        run.manager.load()
+        run.manager.load_initial(ARGS, "debug") if weights_only else run.manager.load()
     if weights_only:  # else the optimizer's state has been prepared
         assert equal(run.values(), before)
 
@@ -331,5 +326,5 @@ def test_a_failure_to_mark_is_reported(new_run, tmp_path, monkeypatch, async_mod
 
 @pytest.mark.parametrize("message", ["Connection closed by peer [127.0.0.1]:1", "Timed out waiting 1000ms for recv"])
 def test_a_rank_that_is_gone_is_no_damage(tmp_path, message):
-    with pytest.raises(RuntimeError, match=message[:20]), _damage_named(tmp_path):
+    with pytest.raises(RuntimeError, match=message[:20]), damage_named(tmp_path):
         raise RuntimeError(message)

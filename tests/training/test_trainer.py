@@ -10,10 +10,10 @@ from filelock import FileLock
 from toy_run import read_metrics, toy_config
 
 from torchtitan_lite.config.load import ConfigError
+from torchtitan_lite.convert.step_folder import complete_steps
 from torchtitan_lite.data.collator import IGNORE_INDEX
 from torchtitan_lite.data.loader import RowLoader
 from torchtitan_lite.models.llama3.model import FeedForward
-from torchtitan_lite.training.checkpoint import complete_steps
 from torchtitan_lite.training.trainer import Trainer
 
 

@@ -62,7 +62,7 @@ class Plan:
             rows_per_step = training.global_batch_size // degrees.dp
         rows = training.local_batch_size if degrees.pp == 1 else parallelism.pipeline_parallel_microbatch_size
         args = dataclasses.replace(
-            model_args(config.model.flavor, dataclasses.asdict(config.model.args)),
+            model_args(config.model.flavor, dataclasses.asdict(config.model.args), config.model.hf_assets_path),
             max_documents_per_row=resolved_max_documents(config),
         )
         return cls(

@@ -1,18 +1,11 @@
-"""Checkpoints through torch.distributed.checkpoint (DCP): sharded, and readable by another number of ranks.
-
-``{dump_folder}/{folder}/step-N`` counts only once ``complete.json`` lies in it, which rank 0 writes after all ranks
-have written everything else. Whatever a killed run leaves half-done is therefore never resumed from.
-"""
+"""Checkpoints through torch.distributed.checkpoint (DCP): sharded, and readable by another number of ranks."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,29 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from torchtitan_lite.config.schema import Checkpoint
-from torchtitan_lite.distributed.failures import is_peer_failure, is_timeout
+from torchtitan_lite.convert.hf import HFWeights
+from torchtitan_lite.convert.step_folder import MARKER, CheckpointError, complete_steps, damage_named
+from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.observability.logging import logger
 
-MARKER = "complete.json"
-
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-class CheckpointError(ValueError):
-    """A checkpoint is missing, incomplete, or does not fit the run; says which and what there is."""
-
-
-def is_complete(path: Path) -> bool:
-    """Whether a checkpoint folder was written to its end."""
-    return (path / MARKER).is_file()
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Steps with a complete checkpoint in ``folder``, rising."""
-    if not folder.is_dir():
-        return []
-    matches = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.iterdir())
-    return sorted(int(match[1]) for match, path in matches if match and is_complete(path))
 
 
 def _remove(path: Path) -> None:
@@ -98,10 +73,18 @@ class CheckpointManager:
             self.groups.append(self._group)
             self._background = ThreadPoolExecutor(max_workers=1)
 
-    def save(self, step: int, train_state: dict[str, Any], data_state: dict[int, bytes] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        train_state: dict[str, Any],
+        data_state: dict[int, bytes] | None = None,
+        *,
+        model_only: bool = False,
+    ) -> None:
         """Write step-``step``; in async mode only a copy is made before this returns.
 
         Args:
+            model_only: leave the optimizer's state out. No run resumes from such a checkpoint.
             data_state: what this process knows of its data-parallel rank's place in the data, by that rank.
         """
         self.wait()
@@ -111,17 +94,18 @@ class CheckpointManager:
         dist.barrier()
         state = {
             "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS),
             "train_state": json.dumps(train_state),
         }
+        if not model_only:
+            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS)
         if data_state:
             state["data_state"] = {str(rank): value for rank, value in data_state.items()}
         if self.config.async_mode == "disabled":
             dcp.save(state, checkpoint_id=path)
-            self._finish(path, step)
+            self._finish(path, step, model_only)
             return
         written = dcp.async_save(state, checkpoint_id=path, process_group=self._group)
-        self._pending = self._background.submit(self._finish_after, written, path, step)
+        self._pending = self._background.submit(self._finish_after, written, path, step, model_only)
 
     def wait(self) -> None:
         """Wait until a background save has ended and is marked complete. Raises what went wrong in it."""
@@ -130,10 +114,8 @@ class CheckpointManager:
             pending.result()
 
     def load(self) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint, or the one that ``load_step`` names, and return its train_state.
-
-        Without a checkpoint in the folder, the weights alone are taken from ``initial_load_path``, if there is one, and
-        None is returned. Raises CheckpointError.
+        """Load the newest complete checkpoint, or the one that ``load_step`` names, and return its train_state; None
+        without a checkpoint in the folder. Raises CheckpointError.
         """
         agreed = [complete_steps(self.folder)]  # rank 0's, lest a lagging file system shows others something else
         dist.broadcast_object_list(agreed)
@@ -152,13 +134,25 @@ class CheckpointManager:
                     f"without load_step would resume from them: {', '.join(map(str, later))}"
                 )
             return self._load_run(self.folder / f"step-{step}")
-        if self.config.initial_load_path is not None:
-            path = Path(self.config.initial_load_path)
-            if not (path / ".metadata").is_file():  # DCP's own last word; the folder need not be from this project
-                raise CheckpointError(f"checkpoint.initial_load_path={path}: not a complete checkpoint (no .metadata)")
-            self._read(path, {"model": get_model_state_dict(self.model)})
-            logger.info(f"Took initial weights from {path}")
         return None
+
+    def load_initial(self, args: ModelArgs, hf_assets_path: str) -> None:
+        """Take the weights that the configuration says a run starts from, if it names any.
+
+        Raises:
+            CheckpointError: a checkpoint is incomplete or does not fit the model.
+            WeightsError: likewise for a Hugging Face folder.
+        """
+        path = self.config.initial_load_path
+        if self.config.initial_load_in_hf:
+            path = hf_assets_path if path is None else path
+            HFWeights(path, args).load_into(self.model)
+        elif path is not None:
+            if not (Path(path) / ".metadata").is_file():  # DCP's own last word; it need not be from this project
+                raise CheckpointError(f"checkpoint.initial_load_path={path}: not a complete checkpoint (no .metadata)")
+            self._read(Path(path), {"model": get_model_state_dict(self.model)})
+        if path is not None:
+            logger.info(f"Took initial weights from {path}")
 
     def load_data_state(self, step: int, dp_rank: int) -> bytes:
         """The ``data_state`` that a data-parallel rank saved. All ranks call this together.
@@ -168,7 +162,7 @@ class CheckpointManager:
         """
         path, key = self.folder / f"step-{step}", f"data_state.{dp_rank}"
         state = {"data_state": {str(dp_rank): b""}}
-        with _damage_named(path):
+        with damage_named(path):
             stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
             if key in stored:
                 dcp.load(state, checkpoint_id=path)
@@ -176,6 +170,12 @@ class CheckpointManager:
         raise CheckpointError(f"{path} holds no place in the data of data-parallel rank {dp_rank} ({key})")
 
     def _load_run(self, path: Path) -> dict[str, Any]:
+        if json.loads((path / MARKER).read_text()).get("model_only"):
+            raise CheckpointError(
+                f"{path} holds the weights alone (checkpoint.last_save_model_only), and no run goes on from it. "
+                "checkpoint.load_step names an earlier step; checkpoint.initial_load_path, with another "
+                "job.dump_folder, starts a new run from these weights"
+            )
         # Reading brings back the hyper-parameters of the run that wrote, too; those of this run's configuration rule.
         configured = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state = {
@@ -195,12 +195,12 @@ class CheckpointManager:
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         """Fill ``state`` from ``path``, and the model from it. DCP would drop keys and cast types without a word."""
-        with _damage_named(path):
+        with damage_named(path):
             stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         if problems := self._differences(stored, state):
             listed = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
             raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(listed))
-        with _damage_named(path):
+        with damage_named(path):
             dcp.load(state, checkpoint_id=path)
         set_model_state_dict(self.model, state["model"])
 
@@ -225,16 +225,17 @@ class CheckpointManager:
         unknown = [f"{key}: only in the checkpoint" for key in stored if key.startswith(sections) and key not in known]
         return list(dict.fromkeys(problem for _, found in stages for problem in found)) + unknown
 
-    def _finish_after(self, written: Future, path: Path, step: int) -> None:
+    def _finish_after(self, written: Future, path: Path, step: int, model_only: bool) -> None:
         written.result()
-        self._finish(path, step)
+        self._finish(path, step, model_only)
 
-    def _finish(self, path: Path, step: int) -> None:
+    def _finish(self, path: Path, step: int, model_only: bool) -> None:
         """Once all ranks have written: mark the checkpoint complete and remove old ones (rank 0 alone)."""
         if dist.get_rank() != 0:
             return
         partial = path / f"{MARKER}.tmp"
-        partial.write_text(json.dumps({"step": step, "world_size": dist.get_world_size()}) + "\n")
+        marker = {"step": step, "world_size": dist.get_world_size()} | ({"model_only": True} if model_only else {})
+        partial.write_text(json.dumps(marker) + "\n")
         os.replace(partial, path / MARKER)
         logger.info(f"Saved a checkpoint to {path}")
         if self.config.keep_latest_k > 0:
@@ -242,18 +243,3 @@ class CheckpointManager:
             saved = [other for other in complete_steps(self.folder) if other <= step]
             for old in saved[: -self.config.keep_latest_k]:
                 _remove(self.folder / f"step-{old}")
-
-
-@contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    """Turn whatever reading a damaged checkpoint raises, DCP's collected tracebacks included, into CheckpointError."""
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        if is_timeout(error) or is_peer_failure(error):  # nothing is wrong with the files
-            raise
-        causes = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
-        reasons = "; ".join(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in causes))
-        raise CheckpointError(
-            f"{path} is damaged and cannot be read ({reasons}). Remove it, or name another step by checkpoint.load_step"
-        ) from error

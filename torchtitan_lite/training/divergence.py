@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from torchtitan_lite.training.checkpoint import CheckpointManager, complete_steps
+from torchtitan_lite.convert.step_folder import complete_steps
+from torchtitan_lite.training.checkpoint import CheckpointManager
 
 
 class DivergenceCheck:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -47,6 +46,7 @@ from torchtitan_lite.observability.watchdog import StepWatchdog
 from torchtitan_lite.training.checkpoint import CheckpointManager
 from torchtitan_lite.training.counts import Counts, StepLoss
 from torchtitan_lite.training.divergence import DivergenceCheck
+from torchtitan_lite.training.export import export_hf
 from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.lr_schedule import lr_factor
 from torchtitan_lite.training.machine import set_determinism, sole_run_in
@@ -90,7 +90,7 @@ class Trainer:
         self.loader = self._build_loader()
         self.accumulation = self.loader.global_batch_size // (config.training.local_batch_size * self.dp.degree)
         self.args = replace(
-            model_args(config.model.flavor, asdict(config.model.args)),
+            model_args(config.model.flavor, asdict(config.model.args), config.model.hf_assets_path),
             varlen_engine=config.model.varlen_engine,
             max_documents_per_row=resolved_max_documents(config),
         )
@@ -173,12 +173,14 @@ class Trainer:
         if not self.config.checkpoint.enable:
             return
         state = self.checkpoint.load()
-        if state is not None:
+        if state is None:
+            self.checkpoint.load_initial(self.args, self.config.model.hf_assets_path)
+        else:
             self.step, self.tokens_seen = state["step"], state["tokens_seen"]
             self.loader.load_state_dict(state["data"])
             if isinstance(self.loader, StreamLoader):
                 self.loader.load_rank_state(self.checkpoint.load_data_state(self.step, self.dp.rank))
-            was, now = state["model"], self._model_state()
+            was, now = state["model"], self.args.as_json()
             changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
             if changed:  # the weights fit all the same
                 logger.warning(f"The model differs from the checkpoint's: {', '.join(changed)}")
@@ -193,12 +195,8 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "seed": self.config.training.seed,
             "data": self.loader.state_dict(),
-            "model": self._model_state(),
+            "model": self.args.as_json(),
         }
-
-    def _model_state(self) -> dict:
-        """The model's arguments as JSON gives them back (tuples as lists)."""
-        return json.loads(json.dumps(asdict(self.args)))
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -239,6 +237,13 @@ class Trainer:
                 profiler.step()
                 collector.step(self.step)
             self.checkpoint.wait()
+            if self.config.checkpoint.last_save_in_hf:
+                self._now("writing the Hugging Face folder", "data_timeout_seconds")
+                export_hf(
+                    self.checkpoint.folder / f"step-{self.step}",
+                    self.dump_folder / "hf" / f"step-{self.step}",
+                    self.config,
+                )
         if counters := self.loader.counters():
             names = (name.removeprefix("packing/").replace("_", " ") for name in counters)
             counted = ", ".join(f"{value:,} {name}" for name, value in zip(names, counters.values(), strict=True))
@@ -328,7 +333,9 @@ class Trainer:
             self._now(f"saving after step {self.step}")
             streamed = isinstance(self.loader, StreamLoader)
             data_state = {self.dp.rank: self.loader.rank_state()} if streamed and self.place.counts_rows else None
-            self.checkpoint.save(self.step, self._state(), data_state)
+            last = self.step == self.config.training.steps
+            model_only = last and self.config.checkpoint.last_save_model_only
+            self.checkpoint.save(self.step, self._state(), data_state, model_only=model_only)
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 

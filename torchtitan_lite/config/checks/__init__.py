@@ -30,7 +30,7 @@ def check_config(config: Config, *, world_size: int, device_type: str, outside: 
     problems = []
     args = None
     try:
-        args = model_args(config.model.flavor, asdict(config.model.args))
+        args = model_args(config.model.flavor, asdict(config.model.args), config.model.hf_assets_path)
     except ValueError as error:
         problems.append(f"model.flavor={config.model.flavor} with model.args: {error}")
     degrees = None

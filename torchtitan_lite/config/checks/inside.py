@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torchtitan_lite.attention.backends import BLOCK_SIZE, unsupported
 from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.help import value_of
+from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.distributed.context_parallel import context_parallel_problems
 from torchtitan_lite.distributed.pipeline_plan import pipeline_problems
 from torchtitan_lite.distributed.precision import resolve_param_dtype
@@ -173,10 +174,20 @@ def _saving_and_loading(run: Run) -> Iterator[str]:
             "checkpoint.keep_latest_k=1: while the next checkpoint is written the only complete one must stay; "
             "keep at least 2, or 0 for all"
         )
-    for name, unset in (("initial_load_path", None), ("load_step", -1)):
+    for name, unset in (("initial_load_path", None), ("initial_load_in_hf", False), ("load_step", -1)):
         value = getattr(checkpoint, name)
         if value != unset and not checkpoint.enable:
             yield f"checkpoint.{name}={value}: nothing is loaded without checkpoint.enable; set it too"
+    for name in ("last_save_in_hf", "last_save_model_only"):
+        if getattr(checkpoint, name) and not checkpoint.enable:
+            yield f"checkpoint.{name}: nothing is saved without checkpoint.enable; set it too"
+    if checkpoint.export_dtype != Checkpoint().export_dtype and not checkpoint.last_save_in_hf:
+        yield f"checkpoint.export_dtype={checkpoint.export_dtype}: of no effect without checkpoint.last_save_in_hf"
+    if checkpoint.last_save_in_hf and run.args is not None and run.args.sliding_window is not None:
+        yield (
+            f"checkpoint.last_save_in_hf: a Llama folder of Hugging Face cannot say sliding_window="
+            f"{run.args.sliding_window}; leave one of the two out"
+        )
 
 
 INSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (

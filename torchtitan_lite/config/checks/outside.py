@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchtitan_lite.config.checks.run import Run
+from torchtitan_lite.convert.hf import HFWeights
+from torchtitan_lite.convert.weights import WeightsError
 from torchtitan_lite.data.sources.resolve import check_sources
 from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
 
@@ -30,13 +32,24 @@ def _data(run: Run) -> Iterator[str]:
     yield from check_sources(run.config)
 
 
-def _initial_checkpoint(run: Run) -> Iterator[str]:
+def _initial_weights(run: Run) -> Iterator[str]:
     checkpoint = run.config.checkpoint
-    if checkpoint.initial_load_path is not None:
+    if checkpoint.initial_load_in_hf:
+        path = checkpoint.initial_load_path or run.config.model.hf_assets_path
+        if run.args is not None:
+            try:
+                HFWeights(path, run.args)  # reads names and shapes
+            except WeightsError as error:
+                yield f"checkpoint.initial_load_in_hf: {error}"
+    elif checkpoint.initial_load_path is not None:
         folder = Path(checkpoint.initial_load_path)
         # DCP writes .metadata last, after every rank's share is on disk.
         if not folder.is_dir():
             yield f"checkpoint.initial_load_path={folder}: no such folder; give the step-N folder of a run"
+        elif any(folder.glob("*.safetensors")):
+            yield (
+                f"checkpoint.initial_load_path={folder}: a Hugging Face folder; checkpoint.initial_load_in_hf reads it"
+            )
         elif not (folder / ".metadata").is_file():
             yield (
                 f"checkpoint.initial_load_path={folder}: not a complete checkpoint (it has no .metadata); "
@@ -65,7 +78,7 @@ def _metrics(run: Run) -> Iterator[str]:
 OUTSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _tokenizer,
     _data,
-    _initial_checkpoint,
+    _initial_weights,
     _output_folders,
     _metrics,
 )

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from torchtitan_lite.attention.backends import masks_documents
 from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.schema import Parallelism
-from torchtitan_lite.models.llama3.flavors import join_flavor, split_flavor
+from torchtitan_lite.models.llama3.flavors import HF, join_flavor, split_flavor
+from torchtitan_lite.models.llama3.hf_config import read_hf_config, unknown_fields
 
 
 def warnings_about(run: Run) -> Iterator[str]:
@@ -44,3 +45,10 @@ def warnings_about(run: Run) -> Iterator[str]:
             "checkpointing keeps FlexAttention from compiling its kernel, and attention becomes slow; compile the "
             "model, or choose activation_checkpoint.mode none or full"
         )
+    if config.model.flavor.split("_")[0] == HF:
+        unknown = unknown_fields(read_hf_config(config.model.hf_assets_path))
+        if unknown:
+            yield (
+                f"model.hf_assets_path={config.model.hf_assets_path}: config.json has fields that are not known here, "
+                f"and are passed over: {', '.join(unknown)}"
+            )

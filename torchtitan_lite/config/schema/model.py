@@ -22,6 +22,9 @@ class ModelArgsOverrides:
     n_kv_heads: int | None = None
     """Number of key/value heads; n_heads must be a multiple of it."""
 
+    head_dim: int | None = None
+    """Channels of one head, an even number; dim / n_heads in most models."""
+
     ffn_hidden_dim: int | None = None
     """Width of the SwiGLU feed-forward layer."""
 
@@ -54,12 +57,13 @@ class Model:
     """Model family."""
 
     flavor: str = "debugmodel"
-    """SIZE, SIZE_ATTENTION or ATTENTION: sizes debugmodel, 1B, 3B, 8B, 70B, 405B; attentions sdpa, sdpa_block_causal,
-    flex_block_causal. A size alone means plain sdpa; an attention alone keeps the size of the file."""
+    """SIZE, SIZE_ATTENTION or ATTENTION: sizes debugmodel, 1B, 3B, 8B, 70B, 405B, and hf, which reads config.json of a
+    Llama-architecture model in hf_assets_path; attentions sdpa, sdpa_block_causal, flex_block_causal. A size alone is
+    plain sdpa; an attention alone keeps the size of the file."""
 
     hf_assets_path: str = "debug"
     """Folder with a Hugging Face tokenizer (tokenizer.json, tokenizer_config.json), or `debug` for the byte-level BPE
-    of 2,048 entries that comes with the package."""
+    of 2,048 entries that comes with the package. The flavor hf reads the model's config.json there too."""
 
     varlen_engine: Literal["auto", "flash", "nested", "cpu"] = "auto"
     """What runs sdpa_block_causal: flash = torch.nn.attention.varlen (CUDA, bfloat16), nested = NestedTensor SDPA

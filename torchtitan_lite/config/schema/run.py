@@ -67,7 +67,22 @@ class Checkpoint:
     """Step to resume from. -1: the newest complete one."""
 
     initial_load_path: str | None = None
-    """A checkpoint (a step-N folder of another run) whose weights start this run when its own folder is empty."""
+    """A checkpoint (a step-N folder of another run) whose weights start this run when its own folder is empty; with
+    initial_load_in_hf a Hugging Face folder."""
+
+    initial_load_in_hf: bool = False
+    """The weights that start this run are the safetensors of a Hugging Face folder: initial_load_path, or where that is
+    unset model.hf_assets_path."""
+
+    last_save_model_only: bool = False
+    """The last checkpoint holds the weights alone: a third of the size, but the run cannot be extended from it."""
+
+    last_save_in_hf: bool = False
+    """After the last step also write the weights as a Hugging Face folder with config and tokenizer, hf/step-N in
+    job.dump_folder."""
+
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of every tensor in that folder."""
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 from torchtitan_lite.attention.backends import masks_documents
 from torchtitan_lite.attention.masks import MaskSpec
@@ -10,12 +12,17 @@ from torchtitan_lite.attention.masks import MaskSpec
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary frequencies beyond the context it was first trained on."""
+    """Stretching of the rotary frequencies beyond the context a model was first trained on.
+
+    llama3: Llama 3.1's, which depends on the wavelength; linear: all by the same factor (Chen et al., 2023), which is
+    all that it looks at.
+    """
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+    kind: Literal["llama3", "linear"] = "llama3"
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class ModelArgs:
     sliding_window_pattern: tuple[bool, ...] | None = None
     varlen_engine: str = "auto"
     max_documents_per_row: int | None = None
+    own_head_dim: int | None = None  # None: dim / n_heads
 
     def __post_init__(self) -> None:
         problems = [
@@ -53,7 +61,10 @@ class ModelArgs:
             )
             if getattr(self, name) < 1
         ]
-        if not problems and self.dim % (2 * self.n_heads):
+        if self.own_head_dim is not None:
+            if self.own_head_dim < 2 or self.own_head_dim % 2:
+                problems.append(f"head_dim={self.own_head_dim} must be even (rotary embedding pairs channels)")
+        elif not problems and self.dim % (2 * self.n_heads):
             problems.append(
                 f"dim={self.dim} must be a multiple of 2 x n_heads={self.n_heads} (rotary embedding pairs channels)"
             )
@@ -70,9 +81,14 @@ class ModelArgs:
         if problems:
             raise ValueError("; ".join(problems))
 
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON gives them back (tuples as lists); :func:`args_from_json` is the inverse."""
+        return json.loads(json.dumps(asdict(self)))
+
     @property
     def head_dim(self) -> int:
-        return self.dim // self.n_heads
+        """Channels of one head."""
+        return self.dim // self.n_heads if self.own_head_dim is None else self.own_head_dim
 
     @property
     def matmul_params(self) -> int:
@@ -98,3 +114,14 @@ class ModelArgs:
     def mask_specs(self) -> list[MaskSpec]:
         """The mask of each layer."""
         return [self.mask_spec(layer) for layer in range(self.n_layers)]
+
+
+def args_from_json(values: dict[str, Any]) -> ModelArgs:
+    """The arguments that :meth:`ModelArgs.as_json` wrote, whatever fields have come since."""
+    known = {field.name for field in fields(ModelArgs)}
+    given = {name: value for name, value in values.items() if name in known}
+    if given.get("rope_scaling") is not None:
+        given["rope_scaling"] = RopeScaling(**given["rope_scaling"])
+    if given.get("sliding_window_pattern") is not None:
+        given["sliding_window_pattern"] = tuple(given["sliding_window_pattern"])
+    return ModelArgs(**given)

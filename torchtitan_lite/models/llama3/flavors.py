@@ -7,6 +7,10 @@ from typing import Any
 
 from torchtitan_lite.attention.backends import ATTENTIONS
 from torchtitan_lite.models.llama3.args import ModelArgs, RopeScaling
+from torchtitan_lite.models.llama3.hf_config import HFConfigError, args_from_hf, read_hf_config
+
+HF = "hf"
+"""The size that is read from the config.json of a Hugging Face folder."""
 
 SIZES: dict[str, ModelArgs] = {
     "debugmodel": ModelArgs(
@@ -50,11 +54,11 @@ def split_flavor(flavor: str) -> tuple[str | None, str | None]:
     if flavor in ATTENTIONS:
         return None, flavor
     size, _, attention = flavor.partition("_")
-    if size in SIZES and (attention in ATTENTIONS or flavor == size):
+    if size in (*SIZES, HF) and (attention in ATTENTIONS or flavor == size):
         return size, attention or None
     raise ValueError(
         f"unknown flavor {flavor!r}: give SIZE, SIZE_ATTENTION or ATTENTION "
-        f"with a size of {', '.join(SIZES)} and an attention of {', '.join(ATTENTIONS)}"
+        f"with a size of {', '.join(SIZES)}, {HF} and an attention of {', '.join(ATTENTIONS)}"
     )
 
 
@@ -63,13 +67,28 @@ def join_flavor(size: str, attention: str | None) -> str:
     return size if attention in (None, "sdpa") else f"{size}_{attention}"
 
 
-def model_args(flavor: str, overrides: dict[str, Any] | None = None) -> ModelArgs:
+def model_args(flavor: str, overrides: dict[str, Any] | None = None, hf_assets_path: str | None = None) -> ModelArgs:
     """The arguments of a flavor with single fields replaced; None leaves a field as it is.
 
-    Raises ValueError for an unknown flavor or for shapes that do not fit together.
+    hf_assets_path: the folder whose config.json the size ``hf`` means.
+    Raises ValueError for an unknown flavor, a folder that this model cannot be built from, or for shapes that do not
+    fit together.
     """
     size, attention = split_flavor(flavor)
     changes = {name: value for name, value in (overrides or {}).items() if value is not None}
     if isinstance(changes.get("sliding_window_pattern"), list):
         changes["sliding_window_pattern"] = tuple(changes["sliding_window_pattern"])
-    return dataclasses.replace(SIZES[size or "debugmodel"], attention=attention or "sdpa", **changes)
+    if "head_dim" in changes:
+        changes["own_head_dim"] = changes.pop("head_dim")
+    return dataclasses.replace(_sized(size, hf_assets_path), attention=attention or "sdpa", **changes)
+
+
+def _sized(size: str | None, hf_assets_path: str | None) -> ModelArgs:
+    if size != HF:
+        return SIZES[size or "debugmodel"]
+    if hf_assets_path in (None, "debug"):
+        raise HFConfigError(
+            f"model.hf_assets_path={hf_assets_path}: the size {HF} is read from config.json of a Hugging Face model "
+            "folder; name it there"
+        )
+    return args_from_hf(read_hf_config(hf_assets_path))

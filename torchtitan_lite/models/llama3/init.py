@@ -10,10 +10,9 @@ import hashlib
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan_lite.models.llama3.args import ModelArgs
+from torchtitan_lite.models.llama3.shards import local_part
 
 # About how many elements are drawn from one seed. Part of what the weights of a seed are: do not change.
 _BLOCK_ELEMENTS = 1 << 20
@@ -45,20 +44,9 @@ def init_weights(model: nn.Module, args: ModelArgs, seed: int) -> None:
         if std is None:
             parameter.fill_(1.0)
             continue
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            shape, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            if shape != local.shape:  # torch errs where a shard is one of unequal shards of a shard
-                raise ValueError(
-                    f"{name} {tuple(parameter.shape)}: this rank's shard is {tuple(local.shape)}, but torch places one "
-                    f"of {shape} here; choose a tensor-parallel degree that divides its rows"
-                )
-        else:
-            local, shape, offset = parameter, parameter.shape, (0,) * parameter.dim()
+        local, offset = local_part(name, parameter)
         if local.numel():
-            local.copy_(_draw(f"{seed}/{name}", parameter.shape, tuple(shape), tuple(offset), std))
+            local.copy_(_draw(f"{seed}/{name}", parameter.shape, tuple(local.shape), offset, std))
 
 
 def _draw(key: str, full: torch.Size, shape: tuple[int, ...], offset: tuple[int, ...], std: float) -> Tensor:

@@ -1,4 +1,5 @@
-"""Rotary position embedding (Su et al., 2021), half-split as Hugging Face has it, with Llama 3.1's scaling.
+"""Rotary position embedding (Su et al., 2021), half-split as Hugging Face has it, with the scaling of
+longer contexts.
 
 Everything up to the cosines is fp32 and nothing is stored: frequencies are computed anew in each forward, so no cast of
 the model, no meta device and no checkpoint can spoil them.
@@ -19,13 +20,16 @@ def rope_frequencies(
 ) -> Tensor:
     """fp32 [head_dim / 2]: angle per position of each channel pair.
 
-    Scaling (Llama 3.1): wavelengths beyond ``original_max_seq_len / low_freq_factor`` are stretched by ``factor``,
-    those under ``original_max_seq_len / high_freq_factor`` kept, with a linear blend in between.
+    Linear scaling (Chen et al., 2023) divides all by ``factor``. Llama 3.1's goes by wavelength: those beyond
+    ``original_max_seq_len / low_freq_factor`` are stretched by ``factor``, those under ``original_max_seq_len /
+    high_freq_factor`` kept, with a linear blend in between.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponent
     if scaling is None:
         return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
     wavelength = 2 * math.pi / frequencies
     keep = (scaling.original_max_seq_len / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor

@@ -1,0 +1,91 @@
+"""Checkpoints of this project's runs, read and written a few tensors at a time, by one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from torchtitan_lite.convert.folders import written_whole
+from torchtitan_lite.convert.step_folder import MARKER, CheckpointError, damage_named, is_complete
+from torchtitan_lite.convert.weights import Stored, StoredWeights, WeightsError, parameter_shapes, require_same
+from torchtitan_lite.models.llama3.args import args_from_json
+
+_SECTION = "model."
+
+
+class StepWeights(StoredWeights):
+    """The weights of a step-N folder.
+
+    Raises:
+        WeightsError: it is not complete, or was not written by a run of this project.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.place = Path(folder).expanduser()
+        if not is_complete(self.place):
+            raise WeightsError(f"{self.place}: no complete checkpoint (no {MARKER}); give the step-N folder of a run")
+        try:
+            with damage_named(self.place):
+                stored = dcp.FileSystemReader(self.place).read_metadata().state_dict_metadata
+                state = {"train_state": ""}
+                dcp.load(state, checkpoint_id=self.place, no_dist=True)
+        except CheckpointError as error:
+            raise WeightsError(str(error)) from error
+        self.train_state: dict[str, Any] = json.loads(state["train_state"])
+        self.args = args_from_json(self.train_state["model"])
+        found = {
+            name.removeprefix(_SECTION): Stored(tuple(entry.size), entry.properties.dtype)
+            for name, entry in stored.items()
+            if name.startswith(_SECTION) and isinstance(entry, TensorStorageMetadata)
+        }
+        expected = parameter_shapes(self.args)
+        require_same({name: tensor.shape for name, tensor in found.items()}, expected, self.place)
+        self.tensors = {name: found[name] for name in expected}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        tensors = {name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype) for name in names}
+        with damage_named(self.place):
+            dcp.load({"model": tensors}, checkpoint_id=self.place, no_dist=True)
+        return tensors
+
+
+class _LazyPlanner(dcp.DefaultSavePlanner):
+    """Plans with empty tensors on the meta device, and reads each when its turn to be written comes."""
+
+    def __init__(self, weights: StoredWeights, progress: Callable[[int], Any]) -> None:
+        super().__init__()
+        self._weights, self._progress = weights, progress
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = super().lookup_object(index)
+        if not isinstance(value, Tensor):
+            return value
+        name = index.fqn.removeprefix(_SECTION)
+        self._progress(value.numel())
+        return self._weights.read([name])[name].to(value.dtype)
+
+
+def write_step(
+    weights: StoredWeights, folder: str | Path, *, progress: Callable[[int], Any] = lambda parameters: None
+) -> None:
+    """Write weights as a step-N folder in fp32, as runs do, for ``checkpoint.initial_load_path`` to name. It holds
+    neither an optimizer's state nor a place in the data.
+
+    Raises:
+        WeightsError: the folder exists and is not empty.
+    """
+    tensors = {
+        name: torch.empty(stored.shape, dtype=torch.float32, device="meta") for name, stored in weights.tensors.items()
+    }
+    state = {"model": tensors, "train_state": json.dumps({"step": 0, "model": weights.args.as_json()})}
+    with written_whole(folder) as partial:
+        planner = _LazyPlanner(weights, progress)
+        dcp.save(state, checkpoint_id=partial, planner=planner, no_dist=True)
+        (partial / MARKER).write_text(json.dumps({"step": 0, "world_size": 1, "model_only": True}) + "\n")

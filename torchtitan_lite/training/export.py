@@ -1,0 +1,44 @@
+"""The weights of a finished run as a Hugging Face folder, written by all ranks together."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.convert.dcp import StepWeights
+from torchtitan_lite.convert.folders import partial_of, put_in_place
+from torchtitan_lite.convert.hf import write_hf_assets, write_hf_tensors
+from torchtitan_lite.observability.logging import logger
+
+
+def export_hf(step_folder: Path, target: Path, config: Config) -> None:
+    """Write the weights of a complete checkpoint to ``target``. All ranks call this together; each reads and writes
+    every n-th file, so that none holds more than one.
+
+    A folder that is there already is left as it is.
+    """
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial_of(target), ignore_errors=True)
+        if not target.exists():
+            partial_of(target).mkdir(parents=True)
+    # Whoever has no file to write waits for those who have, for as long as disks may take.
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.comm.data_timeout_seconds))
+    dist.barrier(group=group)
+    if target.exists():
+        logger.info(f"{target} is there already and is left as it is")
+        return
+    weights = StepWeights(step_folder)
+    partial, dtype = partial_of(target), config.checkpoint.export_dtype
+    write_hf_tensors(weights, partial, dtype, turn=(dist.get_rank(), dist.get_world_size()))
+    if dist.get_rank() == 0:
+        write_hf_assets(weights.args, partial, dtype, config.model.hf_assets_path)
+    dist.barrier(group=group)
+    if dist.get_rank() == 0:
+        put_in_place(partial, target)
+        logger.info(f"Wrote the weights in {dtype} as a Hugging Face folder to {target}")
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
