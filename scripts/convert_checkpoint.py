@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     )
     assets = options.assets or assets_of(Path(options.source).expanduser(), source_format)
     print(f"{options.source} ({source_format}): {weights.args.parameters:,} parameters")
-    if assets is None and options.target_format != "dcp":
+    if options.target_format != "dcp" and not has_tokenizer(assets):
         print("No tokenizer comes along; --assets names the folder of one", file=sys.stderr)
     with tqdm(
         total=weights.args.parameters, unit=" parameters", unit_scale=True, disable=not sys.stderr.isatty()
@@ -52,11 +52,15 @@ def main(argv: Sequence[str]) -> None:
 def assets_of(source: Path, format: str) -> str | None:
     """The folder whose tokenizer belongs to the source: its own, or for a step that of its run."""
     if format != "dcp":
-        return str(source) if (source / "tokenizer.json").is_file() else None
+        return str(source)
     from torchtitan_lite.config.load import load_config
 
     run = next((folder for folder in source.absolute().parents if (folder / "config.toml").is_file()), None)
     return None if run is None else load_config([f"--job.config_file={run / 'config.toml'}"]).model.hf_assets_path
+
+
+def has_tokenizer(assets: str | None) -> bool:
+    return assets is not None and (assets == "debug" or any(Path(assets).expanduser().glob("tokenizer*")))
 
 
 def own_options() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import LLAMA3_ROPE, hf_model, saved
+from tiny_hf import LLAMA3_ROPE, hf_model, saved
 
 from torchtitan_lite.convert.hf import INDEX, HFWeights, hf_name, write_hf
 from torchtitan_lite.convert.weights import WeightsError, parameter_shapes
@@ -82,7 +82,9 @@ def test_there_and_back_is_byte_equal(tmp_path, dtype, variant, shard):
     write_hf(HFWeights(source), tmp_path / "out", dtype, source, file_bytes=5 * 2**30 if shard == "5GB" else 30_000)
     assert digests(tmp_path / "out") == digests(source)
     assert (tmp_path / "out" / INDEX).is_file() == (source / INDEX).is_file() == (shard == "30KB")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
 
 
 @pytest.mark.parametrize("variant", ["gqa", "all", "linear_rope"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ class StepWeights(StoredWeights):
             with damage_named(self.place):
                 stored = dcp.FileSystemReader(self.place).read_metadata().state_dict_metadata
                 state = {"train_state": ""}
-                dcp.load(state, checkpoint_id=self.place, no_dist=True)
+                _load(state, self.place)
         except CheckpointError as error:
             raise WeightsError(str(error)) from error
         self.train_state: dict[str, Any] = json.loads(state["train_state"])
@@ -52,7 +54,7 @@ class StepWeights(StoredWeights):
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = {name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype) for name in names}
         with damage_named(self.place):
-            dcp.load({"model": tensors}, checkpoint_id=self.place, no_dist=True)
+            _load({"model": tensors}, self.place)
         return tensors
 
 
@@ -87,5 +89,19 @@ def write_step(
     state = {"model": tensors, "train_state": json.dumps({"step": 0, "model": weights.args.as_json()})}
     with written_whole(folder) as partial:
         planner = _LazyPlanner(weights, progress)
-        dcp.save(state, checkpoint_id=partial, planner=planner, no_dist=True)
+        with _alone():
+            dcp.save(state, checkpoint_id=partial, planner=planner, no_dist=True)
         (partial / MARKER).write_text(json.dumps({"step": 0, "world_size": 1, "model_only": True}) + "\n")
+
+
+def _load(state: dict[str, Any], folder: Path) -> None:
+    with _alone():
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """DCP warns one process that it is alone, which here is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
