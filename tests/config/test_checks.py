@@ -1,12 +1,16 @@
 """Rules over several settings: each is broken once, and the message must name what was given and what would work."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+from tiny_hf import saved
 from tokenizers import Tokenizer, models
 
 from torchtitan_lite.config.checks import AT_LEAST, check_config, outside
 from torchtitan_lite.config.load import ConfigError, load_config
+from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER
 
 GOOD = ("--model.flavor=debugmodel_sdpa_block_causal", "--training.mixed_precision_param=float32")
 
@@ -285,6 +289,44 @@ def test_nothing_is_loaded_without_checkpointing(tmp_path):
     for option in ("checkpoint.load_step=0", f"checkpoint.initial_load_path={tmp_path}"):
         assert "without checkpoint.enable" in only_problem(f"--{option}")
         assert check(f"--{option}", "--checkpoint.enable") == []
+
+
+def test_weights_in_a_folder_of_hugging_face(tmp_path):
+    options = ("--checkpoint.enable", "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}")
+    assert "no model.safetensors" in only_problem(*options)
+    saved(tmp_path, vocab_size=2048)  # of another shape than the debug model
+    problem = only_problem(*options)
+    assert "model.embed_tokens.weight: [2048, 48] there, [2048, 256] in this model" in problem
+    without = only_problem("--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}")
+    assert "a Hugging Face folder; checkpoint.initial_load_in_hf reads it" in without
+
+
+def test_the_flavor_of_a_folder(tmp_path):
+    for file in DEBUG_TOKENIZER.iterdir():
+        shutil.copyfile(file, tmp_path / file.name)
+    here = ("--model.flavor=hf_sdpa_block_causal", f"--model.hf_assets_path={tmp_path}", "--training.seq_len=64")
+    assert "config.json: No such file" in only_problem(*here)
+    saved(tmp_path, vocab_size=2048)
+    assert check(*here, "--checkpoint.enable", "--checkpoint.initial_load_in_hf") == []
+    assert "65 is more than the 64 positions" in only_problem(*here, "--training.seq_len=65")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"odd_field": 3}))
+    assert check(*here) == [
+        f"model.hf_assets_path={tmp_path}: config.json has fields that are not known here, and are passed over: odd_field"
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu", "mlp_bias": True}))
+    problem = only_problem(*here)
+    assert 'hidden_act="gelu"' in problem and "mlp_bias=true" in problem
+    assert "name it there" in only_problem("--model.flavor=hf")
+
+
+def test_what_is_written_last_needs_checkpoints():
+    for option in ("last_save_in_hf", "last_save_model_only"):
+        assert "nothing is saved without checkpoint.enable" in only_problem(f"--checkpoint.{option}")
+    dtype = only_problem("--checkpoint.enable", "--checkpoint.export_dtype=bfloat16")
+    assert "of no effect without checkpoint.last_save_in_hf" in dtype
+    window = only_problem("--checkpoint.enable", "--checkpoint.last_save_in_hf", "--model.args.sliding_window=16")
+    assert "sliding_window=16" in window
 
 
 def test_output_folders_can_be_made(tmp_path):

@@ -192,7 +192,7 @@ def test_a_tied_model_may_have_its_embedding_twice_if_they_are_equal(tmp_path):
     equal_logits(ours(folder), hf_model(tie_word_embeddings=True), 20)
     tensors["lm_head.weight"][5, 5] += 1
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match="differs from model.embed_tokens.weight, but the embeddings are tied"):
+    with pytest.raises(WeightsError, match=r"differs from model\.embed_tokens\.weight, but the embeddings are tied"):
         HFWeights(folder)
 
 

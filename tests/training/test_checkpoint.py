@@ -328,3 +328,19 @@ def test_a_failure_to_mark_is_reported(new_run, tmp_path, monkeypatch, async_mod
 def test_a_rank_that_is_gone_is_no_damage(tmp_path, message):
     with pytest.raises(RuntimeError, match=message[:20]), damage_named(tmp_path):
         raise RuntimeError(message)
+
+
+def test_weights_alone_are_saved_and_not_resumed_from(new_run, tmp_path):
+    run = new_run()
+    run.learn()
+    run.manager.save(1, {"step": 1})
+    run.manager.save(2, {"step": 2}, model_only=True)
+    stored = dcp.FileSystemReader(tmp_path / "checkpoint" / "step-2").read_metadata().state_dict_metadata
+    assert not any(key.startswith("optimizer") for key in stored)
+    with pytest.raises(CheckpointError, match=r"step-2 holds the weights alone .*load_step names an earlier step"):
+        new_run().manager.load()
+    assert new_run(load_step=1).manager.load() == {"step": 1}
+    other = new_run("other", initial_load_path=str(tmp_path / "checkpoint" / "step-2"))
+    other.manager.load_initial(ARGS, "debug")
+    weights = {key: value for key, value in run.values().items() if key.startswith("model.")}
+    assert equal(other.values(), weights)

@@ -50,6 +50,7 @@ _HONOURED = {*_DEFAULTS, "num_key_value_heads", "head_dim", "rope_scaling", "rop
 _WITHOUT_EFFECT = {
     "_name_or_path",
     "_attn_implementation_autoset",
+    "_model_name_or_path",
     "architectures",
     "bos_token_id",
     "dtype",
@@ -64,6 +65,7 @@ _WITHOUT_EFFECT = {
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
+    "unk_token_id",
     "use_cache",
 }
 
