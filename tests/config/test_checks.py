@@ -311,9 +311,8 @@ def test_the_flavor_of_a_folder(tmp_path):
     assert "65 is more than the 64 positions" in only_problem(*here, "--training.seq_len=65")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"odd_field": 3}))
-    assert check(*here) == [
-        f"model.hf_assets_path={tmp_path}: config.json has fields that are not known here, and are passed over: odd_field"
-    ]
+    (warning,) = check(*here)
+    assert warning.endswith("config.json has fields that are not known here, and are passed over: odd_field")
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu", "mlp_bias": True}))
     problem = only_problem(*here)
     assert 'hidden_act="gelu"' in problem and "mlp_bias=true" in problem

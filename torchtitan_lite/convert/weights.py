@@ -21,6 +21,9 @@ DTYPES: dict[str, torch.dtype] = {
 """Types that weights are exported in."""
 
 
+_LISTED = 10  # of each kind of problem
+
+
 class WeightsError(ValueError):
     """Weights are missing, damaged, or not those of the model; says which and what there is."""
 
@@ -76,16 +79,20 @@ def require_same(
 ) -> None:
     """Raise WeightsError unless the tensors at ``place`` are those that a model has, listing what is missing, unknown
     or of another shape, under the names that are used there."""
-    problems = [f"{name}: missing" for name in expected if name not in found]
-    problems += [f"{name}: not a tensor of this model" for name in found if name not in expected]
-    problems += [
+    missing = [f"{name}: missing" for name in expected if name not in found]
+    unknown = [f"{name}: not a tensor of this model" for name in found if name not in expected]
+    misshapen = [
         f"{name}: {list(found[name])} there, {list(shape)} in this model"
         for name, shape in expected.items()
         if name in found and tuple(found[name]) != tuple(shape)
     ]
-    if problems:
-        listed = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
-        raise WeightsError(f"{place} does not hold the weights of this model{hint}:\n  " + "\n  ".join(listed))
+    lines = []
+    for kind, problems in (("missing", missing), ("unknown", unknown), ("of another shape", misshapen)):
+        lines += problems[:_LISTED]
+        if len(problems) > _LISTED:
+            lines.append(f"and {len(problems) - _LISTED} more {kind}")
+    if lines:
+        raise WeightsError(f"{place} does not hold the weights of this model{hint}:\n  " + "\n  ".join(lines))
 
 
 def require_floating(tensors: Mapping[str, torch.dtype], place: Path) -> None:
