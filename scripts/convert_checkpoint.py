@@ -6,7 +6,7 @@
 
 What the source holds is seen from its files. A folder written with --to hf loads as it is by transformers'
 AutoModelForCausalLM.from_pretrained; a tokenizer comes along from --assets, from the source folder where it has one, or
-from the run that wrote the step.
+from the run that wrote the step. A step of a run with adapters is written merged; --to peft writes the adapters alone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,23 @@ def main(argv: Sequence[str]) -> None:
     options = own_options().parse_args(argv)
 
     # Imported here: torch takes seconds, which --help need not wait for.
+    from torchtitan_lite.convert.adapters import Adapters, write_peft
+    from torchtitan_lite.convert.dcp import StepFolder
     from torchtitan_lite.convert.formats import format_of, open_weights, write_weights
 
     source_format = options.source_format or format_of(options.source)
+    if options.target_format == "peft":
+        if source_format != "dcp":
+            raise ValueError(f"--to peft: {options.source} is no step-N folder of a run with adapters")
+        write_peft(Adapters(StepFolder(options.source)), options.target, options.export_dtype or "float32")
+        print(f"Wrote {options.target} (peft)")
+        return
     weights = open_weights(
-        options.source, source_format, rope_factor=options.rope_factor, max_seq_len=options.max_seq_len
+        options.source,
+        source_format,
+        rope_factor=options.rope_factor,
+        max_seq_len=options.max_seq_len,
+        base=options.base,
     )
     assets = options.assets or assets_of(Path(options.source).expanduser(), source_format)
     print(f"{options.source} ({source_format}): {weights.args.parameters:,} parameters")
@@ -68,7 +80,7 @@ def own_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="folder with the weights")
     parser.add_argument("target", help="folder to write, which must not exist")
-    parser.add_argument("--to", dest="target_format", choices=formats, required=True, help="format to write")
+    parser.add_argument("--to", dest="target_format", choices=(*formats, "peft"), required=True, help="format to write")
     parser.add_argument("--from", dest="source_format", choices=formats, help="format to read (default: seen)")
     parser.add_argument("--export-dtype", choices=dtypes, help="type of every tensor (default: as stored)")
     parser.add_argument("--assets", metavar="FOLDER", help="tokenizer files, config.json and generation_config.json")
@@ -77,6 +89,11 @@ def own_options() -> argparse.ArgumentParser:
         type=float,
         metavar="X",
         help="of a meta source's scaled RoPE (default: 32 for 1B and 3B, or 8)",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="FOLDER",
+        help="weights that the adapters of a dcp source were trained beside (default: the run's)",
     )
     parser.add_argument("--max-seq-len", type=int, metavar="N", help="longest position of a meta source")
     return parser

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layouts import digest, layout_settings
 from safetensors import safe_open
-from test_layout_state import digest, layout_settings
 from tiny_hf import hf_model, saved
 from toy_run import toy_config
 

@@ -1,26 +1,14 @@
 """What a layout must not change: the initial weights, bit for bit, and what a checkpoint gives back."""
 
-import hashlib
-
 import pytest
-import torch
+from layouts import digest, layout_settings
 from toy_run import read_metrics, toy_config
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.distributed.mesh import DEGREE_KEYS, Degrees, Mesh, init_distributed, world_from_environment
+from torchtitan_lite.distributed.mesh import Degrees, Mesh, init_distributed, world_from_environment
 from torchtitan_lite.models.llama3.flavors import SIZES
 from torchtitan_lite.models.llama3.init import init_weights
 from torchtitan_lite.models.llama3.model import Transformer
-
-
-def digest(tensor: torch.Tensor) -> str:
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return hashlib.sha256(full.detach().contiguous().numpy().tobytes()).hexdigest()
-
-
-def layout_settings(degrees: Degrees, schedule: str = "1F1B") -> dict[str, object]:
-    settings = {f"parallelism.{DEGREE_KEYS[name]}": degree for name, degree in vars(degrees).items()}
-    return {**settings, "parallelism.pipeline_parallel_schedule": schedule}
 
 
 def initial_digests(layouts: list[tuple[Degrees, str]]) -> list[dict[str, str]]:

@@ -22,8 +22,14 @@ from torchtitan_lite.models.llama3.args import args_from_json
 _SECTION = "model."
 
 
-class StepWeights(StoredWeights):
-    """The weights of a step-N folder.
+class StepFolder:
+    """A step-N folder as it was written.
+
+    Attributes:
+        place: the folder.
+        train_state: what the run wrote beside the tensors.
+        args: of the model.
+        stored: every tensor of the model that was saved, by its parameter's name.
 
     Raises:
         WeightsError: it is not complete, or was not written by a run of this project.
@@ -42,20 +48,38 @@ class StepWeights(StoredWeights):
             raise WeightsError(str(error)) from error
         self.train_state: dict[str, Any] = json.loads(state["train_state"])
         self.args = args_from_json(self.train_state["model"])
-        found = {
+        self.stored = {
             name.removeprefix(_SECTION): Stored(tuple(entry.size), entry.properties.dtype)
             for name, entry in stored.items()
             if name.startswith(_SECTION) and isinstance(entry, TensorStorageMetadata)
         }
-        expected = parameter_shapes(self.args)
-        require_same({name: tensor.shape for name, tensor in found.items()}, expected, self.place)
-        self.tensors = {name: found[name] for name in expected}
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        tensors = {name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype) for name in names}
+        """Whole tensors, in the types they are stored in."""
+        tensors = {name: torch.empty(self.stored[name].shape, dtype=self.stored[name].dtype) for name in names}
         with damage_named(self.place):
             _load({"model": tensors}, self.place)
         return tensors
+
+
+class StepWeights(StoredWeights):
+    """The weights of a step-N folder that holds all of them.
+
+    Raises:
+        WeightsError: it does not, or is not complete.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._step = StepFolder(folder)
+        self.place, self.args = self._step.place, self._step.args
+        if "lora" in self._step.train_state:
+            raise WeightsError(f"{self.place} holds adapters alone, not the weights beside them")
+        expected = parameter_shapes(self.args)
+        require_same({name: stored.shape for name, stored in self._step.stored.items()}, expected, self.place)
+        self.tensors = {name: self._step.stored[name] for name in expected}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return self._step.read(names)
 
 
 class _LazyPlanner(dcp.DefaultSavePlanner):

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.convert.dcp import StepWeights, write_step
+from torchtitan_lite.convert.adapters import open_step
+from torchtitan_lite.convert.dcp import write_step
 from torchtitan_lite.convert.hf import HFWeights, write_hf
 from torchtitan_lite.convert.meta import MetaWeights, write_meta
 from torchtitan_lite.convert.weights import DTYPES, StoredWeights, WeightsError
@@ -38,15 +39,17 @@ def open_weights(
     *,
     rope_factor: float | None = None,
     max_seq_len: int | None = None,
+    base: str | Path | None = None,
 ) -> StoredWeights:
     """The weights of a folder in any format. Raises WeightsError, or HFConfigError of a config.json.
 
     format: None: seen from the files. rope_factor, max_seq_len: as MetaWeights takes them, of no effect for others.
+    base: of a step that holds adapters alone, as open_step takes it.
     """
     format = format or format_of(folder)
     if format == "meta":
         return MetaWeights(folder, rope_factor=rope_factor, max_seq_len=max_seq_len)
-    return HFWeights(folder) if format == "hf" else StepWeights(folder)
+    return HFWeights(folder) if format == "hf" else open_step(folder, base)
 
 
 def write_weights(

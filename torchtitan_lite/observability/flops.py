@@ -32,10 +32,11 @@ def attended_pairs(document_ids: Tensor, spec: MaskSpec) -> int:
     return int(attended[document_ids >= 0].sum())
 
 
-def step_flops(*, matmul_params: int, attention_width: int, tokens: int, pairs: int) -> int:
+def step_flops(*, matmul_params: int, attention_width: int, tokens: int, pairs: int, frozen_params: int = 0) -> int:
     """Model FLOPs of one forward and backward pass: ``6 * matmul_params * tokens + 12 * attention_width * pairs``.
 
-    Each weight of a matrix product costs a token 2 FLOPs forward and 4 backward. Each attended pair costs a head
+    Each weight of a matrix product costs a token 2 FLOPs forward and 4 backward, 2 of these for its own gradient, which
+    a frozen one does not get. Each attended pair costs a head
     2 * head_dim for the score and 2 * head_dim for the weighted sum, and twice that backward.
 
     Args:
@@ -44,8 +45,9 @@ def step_flops(*, matmul_params: int, attention_width: int, tokens: int, pairs: 
         attention_width: n_heads * head_dim (query heads).
         tokens: non-padding tokens.
         pairs: :func:`attended_pairs`, summed over the layers.
+        frozen_params: how many of ``matmul_params`` are not trained.
     """
-    return 6 * matmul_params * tokens + 12 * attention_width * pairs
+    return (6 * matmul_params - 2 * frozen_params) * tokens + 12 * attention_width * pairs
 
 
 class _Peaks(NamedTuple):

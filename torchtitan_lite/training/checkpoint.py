@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.convert.hf import HFWeights
 from torchtitan_lite.convert.step_folder import MARKER, CheckpointError, complete_steps, damage_named
 from torchtitan_lite.models.llama3.args import ModelArgs
+from torchtitan_lite.models.llama3.lora import is_adapter
 from torchtitan_lite.observability.logging import logger
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -40,9 +42,9 @@ def _remove(path: Path) -> None:
 class CheckpointManager:
     """Saves and loads the state of one run.
 
-    Contents: ``model`` and ``optimizer`` under the model's own parameter names; ``train_state``, plain data that the
-    trainer passes in and gets back (as JSON, so that its form may grow), the same on every rank; and ``data_state.R``
-    of each data-parallel rank R, bytes, where data is streamed.
+    Contents: ``model``, what is trained of it, and ``optimizer``, under the model's own parameter names;
+    ``train_state``, plain data that the trainer passes in and gets back (as JSON, so that its form may grow), the same
+    on every rank; and ``data_state.R`` of each data-parallel rank R, bytes, where data is streamed.
 
     Args:
         config: the checkpoint section.
@@ -93,7 +95,7 @@ class CheckpointManager:
             _remove(path)  # left by a run that died here, or by one that was rewound with load_step
         dist.barrier()
         state = {
-            "model": get_model_state_dict(self.model),
+            "model": self._trained(),
             "train_state": json.dumps(train_state),
         }
         if not model_only:
@@ -113,9 +115,11 @@ class CheckpointManager:
         if pending is not None:
             pending.result()
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, require: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any] | None:
         """Load the newest complete checkpoint, or the one that ``load_step`` names, and return its train_state; None
         without a checkpoint in the folder. Raises CheckpointError.
+
+        require: is shown the train_state before anything else is read, and raises if it is not this run's.
         """
         agreed = [complete_steps(self.folder)]  # rank 0's, lest a lagging file system shows others something else
         dist.broadcast_object_list(agreed)
@@ -133,7 +137,7 @@ class CheckpointManager:
                     f"Going back to step {step}. Later checkpoints stay until this run overwrites them, and a run "
                     f"without load_step would resume from them: {', '.join(map(str, later))}"
                 )
-            return self._load_run(self.folder / f"step-{step}")
+            return self._load_run(self.folder / f"step-{step}", require)
         return None
 
     def load_initial(self, args: ModelArgs, hf_assets_path: str) -> None:
@@ -150,7 +154,9 @@ class CheckpointManager:
         elif path is not None:
             if not (Path(path) / ".metadata").is_file():  # DCP's own last word; it need not be from this project
                 raise CheckpointError(f"checkpoint.initial_load_path={path}: not a complete checkpoint (no .metadata)")
-            self._read(Path(path), {"model": get_model_state_dict(self.model)})
+            own = get_model_state_dict(self.model)
+            state = {"model": {name: value for name, value in own.items() if not is_adapter(name)}}
+            self._read(Path(path), state, any_dtype=True)
         if path is not None:
             logger.info(f"Took initial weights from {path}")
 
@@ -169,19 +175,24 @@ class CheckpointManager:
                 return state["data_state"][str(dp_rank)]
         raise CheckpointError(f"{path} holds no place in the data of data-parallel rank {dp_rank} ({key})")
 
-    def _load_run(self, path: Path) -> dict[str, Any]:
+    def _load_run(self, path: Path, require: Callable[[dict[str, Any]], None] | None) -> dict[str, Any]:
         if json.loads((path / MARKER).read_text()).get("model_only"):
             raise CheckpointError(
                 f"{path} holds the weights alone (checkpoint.last_save_model_only), and no run goes on from it. "
                 "checkpoint.load_step names an earlier step; checkpoint.initial_load_path, with another "
                 "job.dump_folder, starts a new run from these weights"
             )
+        with damage_named(path):
+            first = {"train_state": ""}
+            dcp.load(first, checkpoint_id=path)
+        train_state = json.loads(first["train_state"])
+        if require is not None:
+            require(train_state)
         # Reading brings back the hyper-parameters of the run that wrote, too; those of this run's configuration rule.
         configured = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state = {
-            "model": get_model_state_dict(self.model),
+            "model": self._trained(),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS),
-            "train_state": "",
         }
         self._read(path, state)
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=_OPTIONS)
@@ -191,20 +202,27 @@ class CheckpointManager:
                 logger.warning(f"Optimizer settings differ from the checkpoint's: {', '.join(changed)}")
             group.update(values)
         logger.info(f"Loaded {path}")
-        return json.loads(state["train_state"])
+        return train_state
 
-    def _read(self, path: Path, state: dict[str, Any]) -> None:
-        """Fill ``state`` from ``path``, and the model from it. DCP would drop keys and cast types without a word."""
+    def _trained(self) -> dict[str, Any]:
+        """The parameters that are trained: all, or the adapters alone."""
+        return get_model_state_dict(self.model, options=StateDictOptions(ignore_frozen_params=True))
+
+    def _read(self, path: Path, state: dict[str, Any], any_dtype: bool = False) -> None:
+        """Fill ``state`` from ``path``, and the model from it. DCP would drop keys and cast types without a word.
+
+        any_dtype: types may differ: weights that are not trained are kept in the type that computes.
+        """
         with damage_named(path):
             stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        if problems := self._differences(stored, state):
+        if problems := self._differences(stored, state, any_dtype):
             listed = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
             raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(listed))
         with damage_named(path):
             dcp.load(state, checkpoint_id=path)
-        set_model_state_dict(self.model, state["model"])
+        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # keys are checked
 
-    def _differences(self, stored: dict[str, Any], state: STATE_DICT_TYPE) -> list[str]:
+    def _differences(self, stored: dict[str, Any], state: STATE_DICT_TYPE, any_dtype: bool) -> list[str]:
         """What keeps ``state`` from being read out of a checkpoint with these entries, a line each; the same on all
         pipeline stages, whose states make one."""
         flat, _ = dcp._nested_dict.flatten_state_dict(state)
@@ -214,7 +232,7 @@ class CheckpointManager:
             if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
                 if entry.size != value.shape:
                     problems.append(f"{key}: {list(entry.size)} in the checkpoint, {list(value.shape)} here")
-                elif entry.properties.dtype != value.dtype:
+                elif entry.properties.dtype != value.dtype and not any_dtype:
                     problems.append(f"{key}: {entry.properties.dtype} in the checkpoint, {value.dtype} here")
         stages = [(list(flat), problems)]
         if self.pp_group is not None:

@@ -9,15 +9,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.convert.dcp import StepWeights
+from torchtitan_lite.convert.adapters import MergedWeights, open_step, write_peft
 from torchtitan_lite.convert.folders import partial_of, put_in_place
 from torchtitan_lite.convert.hf import write_hf_assets, write_hf_tensors
 from torchtitan_lite.observability.logging import logger
 
 
 def export_hf(step_folder: Path, target: Path, config: Config) -> None:
-    """Write the weights of a complete checkpoint to ``target``. All ranks call this together; each reads and writes
-    every n-th file, so that none holds more than one.
+    """Write the weights of a complete checkpoint to ``target``, a folder in ``hf``; adapters merged, and on their own
+    to one in ``peft`` beside that. All ranks call this together; each reads and writes every n-th file, so that none
+    holds more than one.
 
     A folder that is there already is left as it is.
     """
@@ -31,7 +32,7 @@ def export_hf(step_folder: Path, target: Path, config: Config) -> None:
     if target.exists():
         logger.info(f"{target} is there already and is left as it is")
         return
-    weights = StepWeights(step_folder)
+    weights = open_step(step_folder)
     partial, dtype = partial_of(target), config.checkpoint.export_dtype
     write_hf_tensors(weights, partial, dtype, turn=(dist.get_rank(), dist.get_world_size()))
     if dist.get_rank() == 0:
@@ -40,5 +41,10 @@ def export_hf(step_folder: Path, target: Path, config: Config) -> None:
     if dist.get_rank() == 0:
         put_in_place(partial, target)
         logger.info(f"Wrote the weights in {dtype} as a Hugging Face folder to {target}")
+        if isinstance(weights, MergedWeights):
+            peft = target.parent.parent / "peft" / target.name
+            if not peft.exists():
+                write_peft(weights.adapters, peft)
+            logger.info(f"The adapters merged into it are in PEFT's format in {peft}")
     dist.barrier(group=group)
     dist.destroy_process_group(group)

@@ -41,10 +41,10 @@ def chunk_loss(h: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard | No
 
 
 def chunk_loss_and_grads(
-    h: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`chunk_loss` with its gradients: towards h, in h's type, and towards weight, fp32. Where the weight is a
-    shard, that of h is what its rows add to the sum over ranks."""
+    h: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard | None, weight_learns: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """:func:`chunk_loss` with its gradients: towards h, in h's type, and, if it learns, towards weight, fp32. Where the
+    weight is a shard, that of h is what its rows add to the sum over ranks."""
     logits, lse, losses, labelled, here, target = _losses(h, weight, labels, shard)
     # The gradient, softmax minus one at the target, takes the logits' place: a copy more at a large vocabulary is felt.
     grad = logits.sub_(lse).exp_()
@@ -52,7 +52,7 @@ def chunk_loss_and_grads(
     if shard is not None:
         at_target = at_target.where(here, grad.gather(-1, target))
     grad = grad.scatter_(-1, target, at_target).mul_(labelled).to(h.dtype)
-    return (losses * labelled).sum(), grad @ weight, (grad.T @ h).float()
+    return (losses * labelled).sum(), grad @ weight, (grad.T @ h).float() if weight_learns else None
 
 
 def _losses(h: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ class LinearCrossEntropy:
     def __init__(self, compile_backend: str | None = None, chunk_logits: int = _CHUNK_LOGITS) -> None:
         self.chunk_logits = chunk_logits
         self.chunk_loss: Callable[..., Tensor] = chunk_loss
-        self.chunk_loss_and_grads: Callable[..., tuple[Tensor, Tensor, Tensor]] = chunk_loss_and_grads
+        self.chunk_loss_and_grads: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = chunk_loss_and_grads
         if compile_backend is not None:
             self.chunk_loss, self.chunk_loss_and_grads = (
                 torch.compile(f, backend=compile_backend, fullgraph=True) for f in (chunk_loss, chunk_loss_and_grads)
@@ -139,12 +139,16 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, labels, shard, size, chunk_loss_and_grads):
         grad_h = torch.empty_like(h)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        weight_learns = ctx.needs_input_grad[1]  # not where adapters alone do: its gradient is gigabytes
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight_learns else None
         losses = []
         for start in range(0, h.shape[0], size):
             tokens = slice(start, start + size)
-            loss, grad_h[tokens], chunk_grad = chunk_loss_and_grads(h[tokens], weight, labels[tokens], shard)
-            grad_weight += chunk_grad
+            loss, grad_h[tokens], chunk_grad = chunk_loss_and_grads(
+                h[tokens], weight, labels[tokens], shard, weight_learns
+            )
+            if weight_learns:
+                grad_weight += chunk_grad
             losses.append(loss)
         ctx.save_for_backward(grad_h, grad_weight)
         ctx.weight_dtype = weight.dtype
@@ -153,4 +157,6 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grad_h, grad_weight = ctx.saved_tensors
-        return grad_h * grad_loss, (grad_weight * grad_loss).to(ctx.weight_dtype), None, None, None, None
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
+        return grad_h * grad_loss, grad_weight, None, None, None, None

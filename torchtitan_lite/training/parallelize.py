@@ -5,6 +5,8 @@ The model's own code knows of none of this. Each step rewrites the modules that 
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 from torch import nn
 
@@ -17,6 +19,7 @@ from torchtitan_lite.distributed.pipeline_plan import plan_stages, stages_of_ran
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan_lite.models.llama3.args import ModelArgs
+from torchtitan_lite.models.llama3.lora import apply_lora, lora_spec
 from torchtitan_lite.models.llama3.model import Transformer
 from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lite.training.compile import compile_blocks
@@ -30,6 +33,8 @@ def build_parts(config: Config, args: ModelArgs, mesh: Mesh) -> dict[int, Transf
     No rank ever holds more than its shard of anything: call ``to_empty`` on each part, then fill it.
     """
     device_type = mesh.fsdp.device_type
+    param_dtype = resolve_param_dtype(config.training.mixed_precision_param, device_type)
+    lora = lora_spec(**asdict(config.lora))
     parallelism, stages = config.parallelism, [range(args.n_layers)]
     if mesh.degrees.pp > 1:
         stages = plan_stages(args.n_layers, parallelism)
@@ -38,16 +43,20 @@ def build_parts(config: Config, args: ModelArgs, mesh: Mesh) -> dict[int, Transf
     for stage in own if mesh.degrees.pp > 1 else (0,):
         with torch.device("meta"):
             part = Transformer(args)
+        if lora is not None:  # weights that are not trained need no fp32 master copy
+            part.to(param_dtype)
         cut_stage(part, stages[stage], first=stage == 0, last=stage == len(stages) - 1)
         if mesh.degrees.tp > 1:
             apply_tensor_parallel(part, mesh.tp, async_tp=config.parallelism.enable_async_tensor_parallel)
+        if lora is not None:
+            apply_lora(part, lora)
         if mesh.degrees.cp > 1:
             apply_context_parallel(part, mesh.cp)
         _checkpoint_and_compile(part, config)
         shard_model(
             part,
             mesh.fsdp,
-            resolve_param_dtype(config.training.mixed_precision_param, device_type),
+            param_dtype,
             resolve_param_dtype(config.training.mixed_precision_reduce, device_type),
             reshard_after_forward=reshards(config),
             cpu_offload=config.training.enable_cpu_offload,

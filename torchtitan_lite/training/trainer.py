@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from torchtitan_lite.distributed.shared_folder import check_shared_folder
 from torchtitan_lite.distributed.timeouts import set_collective_timeouts
 from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
+from torchtitan_lite.models.llama3.lora import lora_spec
 from torchtitan_lite.models.llama3.model import Transformer
 from torchtitan_lite.observability.flops import peak_flops, step_flops
 from torchtitan_lite.observability.garbage_collection import GarbageCollection
@@ -43,6 +45,7 @@ from torchtitan_lite.observability.profiler import maybe_profile
 from torchtitan_lite.observability.progress import ProgressBar
 from torchtitan_lite.observability.throughput import Throughput
 from torchtitan_lite.observability.watchdog import StepWatchdog
+from torchtitan_lite.training.adapters import adapter_params, base_of, require_same_adapters
 from torchtitan_lite.training.checkpoint import CheckpointManager
 from torchtitan_lite.training.counts import Counts, StepLoss
 from torchtitan_lite.training.divergence import DivergenceCheck
@@ -94,6 +97,7 @@ class Trainer:
             varlen_engine=config.model.varlen_engine,
             max_documents_per_row=resolved_max_documents(config),
         )
+        self.lora = lora_spec(**asdict(config.lora))
         self.param_dtype = resolve_param_dtype(config.training.mixed_precision_param, self.device.type)
         self._now("building the model")
         self.mesh = Mesh(self.device.type, self.degrees, self.world.rank)
@@ -155,11 +159,18 @@ class Trainer:
             part.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
         init_weights(model, self.args, config.training.seed)
         local = sum(p.to_local().numel() for p in model.parameters())
+        self.adapter_params = adapter_params(self.args, self.lora)
         dtype = str(self.param_dtype).removeprefix("torch.")
         logger.info(
             f"Model: {config.model.name} {config.model.flavor}, {self.args.parameters:,} parameters, "
             f"computing in {dtype}"
         )
+        if self.lora is not None:
+            share = self.adapter_params / (self.args.parameters + self.adapter_params)
+            logger.info(
+                f"LoRA: {self.adapter_params:,} parameters of adapters are trained ({share:.2%} of all), beside "
+                f"{', '.join(self.lora.targets)}"
+            )
         if self.world.size > 1:
             split = " x ".join(f"{name} {degree}" for name, degree in asdict(self.degrees).items() if degree > 1)
             logger.info(f"Mesh: {split}; {local:,} parameters on this rank")
@@ -172,10 +183,13 @@ class Trainer:
     def _load_checkpoint(self) -> None:
         if not self.config.checkpoint.enable:
             return
-        state = self.checkpoint.load()
-        if state is None:
+        adapted = self.lora is not None  # then checkpoints hold the adapters alone
+        if adapted:
             self.checkpoint.load_initial(self.args, self.config.model.hf_assets_path)
-        else:
+        state = self.checkpoint.load(partial(require_same_adapters, self._adapter_state()))
+        if state is None and not adapted:
+            self.checkpoint.load_initial(self.args, self.config.model.hf_assets_path)
+        if state is not None:
             self.step, self.tokens_seen = state["step"], state["tokens_seen"]
             self.loader.load_state_dict(state["data"])
             if isinstance(self.loader, StreamLoader):
@@ -196,7 +210,12 @@ class Trainer:
             "seed": self.config.training.seed,
             "data": self.loader.state_dict(),
             "model": self.args.as_json(),
+            **self._adapter_state(),
         }
+
+    def _adapter_state(self) -> dict:
+        """What the adapters of this run mean something by; empty without any."""
+        return {} if self.lora is None else {"lora": self.lora.as_json(), "base": base_of(self.config)}
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -355,7 +374,8 @@ class Trainer:
             causal_pairs=causal_pairs,
             padding=rows * seq_len - total.tokens,
             flops=step_flops(
-                matmul_params=self.args.matmul_params,
+                matmul_params=self.args.matmul_params + self.adapter_params,
+                frozen_params=0 if self.lora is None else self.args.matmul_params,
                 attention_width=self.args.n_heads * self.args.head_dim,
                 tokens=total.tokens,
                 pairs=total.pairs,

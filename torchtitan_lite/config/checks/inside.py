@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from torchtitan_lite.attention.backends import BLOCK_SIZE, unsupported
 from torchtitan_lite.config.checks.run import Run
@@ -12,6 +13,7 @@ from torchtitan_lite.distributed.context_parallel import context_parallel_proble
 from torchtitan_lite.distributed.pipeline_plan import pipeline_problems
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.distributed.tensor_parallel import tensor_parallel_problems
+from torchtitan_lite.models.llama3.lora import lora_spec
 
 # Least value of each number that has one.
 AT_LEAST: dict[str, float] = {
@@ -26,6 +28,7 @@ AT_LEAST: dict[str, float] = {
     "training.steps": 1,
     "training.gc_freq": 1,
     "training.seed": 0,
+    "lora.rank": 0,
     "data.packing_window": 1,
     "data.max_documents_per_row": 0,
     "data.streaming_buffer": 1,
@@ -167,6 +170,13 @@ def _compile(run: Run) -> Iterator[str]:
         yield f"compile.backend={run.config.compile.backend}: torch knows {', '.join(backends)}"
 
 
+def _lora(run: Run) -> Iterator[str]:
+    try:
+        lora_spec(**asdict(run.config.lora))
+    except ValueError as error:
+        yield str(error)
+
+
 def _saving_and_loading(run: Run) -> Iterator[str]:
     checkpoint = run.config.checkpoint
     if checkpoint.keep_latest_k == 1:
@@ -181,6 +191,12 @@ def _saving_and_loading(run: Run) -> Iterator[str]:
     for name in ("last_save_in_hf", "last_save_model_only"):
         if getattr(checkpoint, name) and not checkpoint.enable:
             yield f"checkpoint.{name}: nothing is saved without checkpoint.enable; set it too"
+    starts_from_given = checkpoint.initial_load_in_hf or checkpoint.initial_load_path is not None
+    if run.config.lora.rank > 0 and checkpoint.last_save_in_hf and not starts_from_given:
+        yield (
+            "checkpoint.last_save_in_hf with lora.rank: adapters cannot be merged into random weights; set "
+            "checkpoint.initial_load_in_hf or checkpoint.initial_load_path"
+        )
     if checkpoint.export_dtype != Checkpoint().export_dtype and not checkpoint.last_save_in_hf:
         yield f"checkpoint.export_dtype={checkpoint.export_dtype}: of no effect without checkpoint.last_save_in_hf"
     if checkpoint.last_save_in_hf and run.args is not None and run.args.sliding_window is not None:
@@ -198,5 +214,6 @@ INSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _attention,
     _activation_checkpoint,
     _compile,
+    _lora,
     _saving_and_loading,
 )

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from torchtitan_lite.attention.backends import masks_documents
 from torchtitan_lite.config.checks.run import Run
-from torchtitan_lite.config.schema import Parallelism
+from torchtitan_lite.config.schema import Lora, Parallelism
 from torchtitan_lite.models.llama3.flavors import HF, join_flavor, split_flavor
 from torchtitan_lite.models.llama3.hf_config import read_hf_config, unknown_fields
 
@@ -52,3 +52,12 @@ def warnings_about(run: Run) -> Iterator[str]:
                 f"model.hf_assets_path={config.model.hf_assets_path}: config.json has fields that are not known here, "
                 f"and are passed over: {', '.join(unknown)}"
             )
+    lora, checkpoint = config.lora, config.checkpoint
+    if lora.rank > 0 and not checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
+        yield (
+            f"lora.rank={lora.rank}: the adapters are trained beside random weights; checkpoint.initial_load_in_hf or "
+            "checkpoint.initial_load_path gives the model to finetune"
+        )
+    given, defaults = asdict(lora), asdict(Lora())
+    if lora.rank == 0 and (unused := [name for name in given if given[name] != defaults[name]]):
+        yield f"lora.{', '.join(unused)}: of no effect without lora.rank"

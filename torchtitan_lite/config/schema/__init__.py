@@ -13,7 +13,7 @@ from torchtitan_lite.config.schema.data import Data, MixtureSource
 from torchtitan_lite.config.schema.model import Model, ModelArgsOverrides
 from torchtitan_lite.config.schema.parallelism import Parallelism
 from torchtitan_lite.config.schema.run import Checkpoint, Comm, Job, Metrics, Profiling
-from torchtitan_lite.config.schema.training import ActivationCheckpoint, Compile, LRScheduler, Optimizer, Training
+from torchtitan_lite.config.schema.training import ActivationCheckpoint, Compile, Lora, LRScheduler, Optimizer, Training
 
 __all__ = [
     "ActivationCheckpoint",
@@ -24,6 +24,7 @@ __all__ = [
     "Data",
     "Job",
     "LRScheduler",
+    "Lora",
     "Metrics",
     "MixtureSource",
     "Model",
@@ -51,4 +52,5 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    lora: Lora = field(default_factory=Lora)
     comm: Comm = field(default_factory=Comm)

@@ -93,6 +93,25 @@ class Training:
 
 
 @dataclass
+class Lora:
+    rank: int = 0
+    """Rank of the adapters; only they are trained. 0: no adapters, all weights are trained."""
+
+    alpha: float = 16.0
+    """The adapters' output counts alpha / rank times."""
+
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+
+    target_modules: list[str] = field(default_factory=lambda: ["wq", "wk", "wv", "wo", "w1", "w2", "w3"])
+    """Layers with an adapter: wq, wk, wv, wo of attention, w1, w2, w3 of the feed-forward; Hugging Face's names q_proj,
+    k_proj, v_proj, o_proj, gate_proj, down_proj, up_proj mean the same."""
+
+    rslora: bool = False
+    """Rank-stabilised: the adapters' output counts alpha / sqrt(rank) times."""
+
+
+@dataclass
 class ActivationCheckpoint:
     mode: Literal["none", "selective", "full"] = "selective"
     """What the backward pass recomputes: nothing, what selective_ac_option says, or whole blocks."""

@@ -40,7 +40,10 @@ def init_std(args: ModelArgs, name: str) -> float | None:
 def init_weights(model: nn.Module, args: ModelArgs, seed: int) -> None:
     """Fill every parameter of ``model`` (plain or sharded, on any device) in place."""
     for name, parameter in model.named_parameters():
-        std = init_std(args, name)
+        if name.endswith(".lora_b"):  # so that an adapted model starts as the one it adapts
+            parameter.zero_()
+            continue
+        std = init_std(args, name) if not name.endswith(".lora_a") else (3 * parameter.shape[1]) ** -0.5
         if std is None:
             parameter.fill_(1.0)
             continue

@@ -1,0 +1,51 @@
+"""What a run with adapters keeps beside them: which they are, and which weights they were trained beside."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.convert.step_folder import CheckpointError
+from torchtitan_lite.convert.weights import parameter_shapes
+from torchtitan_lite.models.llama3.args import ModelArgs
+from torchtitan_lite.models.llama3.lora import LoraSpec, adapter_shapes
+from torchtitan_lite.observability.logging import logger
+
+
+def adapter_params(args: ModelArgs, spec: LoraSpec | None) -> int:
+    """Parameters of a model's adapters, 0 without any."""
+    if spec is None:
+        return 0
+    return sum(prod(shape) for shape in adapter_shapes(parameter_shapes(args), spec).values())
+
+
+def base_of(config: Config) -> dict[str, Any] | None:
+    """Where the weights beside the adapters come from; None where they are those of the seed."""
+    checkpoint = config.checkpoint
+    path = checkpoint.initial_load_path
+    if checkpoint.initial_load_in_hf and path is None:
+        path = config.model.hf_assets_path
+    if path is None:
+        return None
+    return {"path": str(Path(path).expanduser().absolute()), "in_hf": checkpoint.initial_load_in_hf}
+
+
+def require_same_adapters(own: dict[str, Any], state: dict[str, Any]) -> None:
+    """Raise CheckpointError where a checkpoint's adapters mean something else than this run's.
+
+    Args:
+        own: ``lora`` and ``base`` of this run; empty without adapters.
+        state: the checkpoint's train_state.
+    """
+    was, now = state.get("lora"), own.get("lora")
+    if was != now:
+        differing = [name for name in now or was if (was or {}).get(name) != (now or {}).get(name)]
+        values = ", ".join(f"{name} {(was or {}).get(name)} -> {(now or {}).get(name)}" for name in differing)
+        raise CheckpointError(
+            f"The checkpoint's adapters are not those of the lora section ({values}); set it as it was, or begin anew "
+            "with another job.dump_folder"
+        )
+    if was is not None and state.get("base") != own["base"]:
+        logger.warning(f"The adapters were trained beside other weights: {state.get('base')} -> {own['base']}")
