@@ -260,8 +260,9 @@ def test_the_configuration_rules_over_saved_hyper_parameters(new_run, warned):
 
     run = new_run(optimizer=Optimizer(lr=5e-4, weight_decay=0.3, beta2=0.99))
     run.manager.load()
-    (group,) = run.optimizer.param_groups
-    assert (group["lr"], group["weight_decay"], group["betas"]) == (5e-4, 0.3, (0.9, 0.99))
+    matrices, norms = run.optimizer.param_groups
+    assert (matrices["lr"], matrices["weight_decay"], matrices["betas"]) == (5e-4, 0.3, (0.9, 0.99))
+    assert (norms["lr"], norms["weight_decay"], norms["betas"]) == (5e-4, 0.0, (0.9, 0.99))
     (warning,) = warned()
     assert "weight_decay 0.1 -> 0.3" in warning and "betas (0.9, 0.95) -> (0.9, 0.99)" in warning
 

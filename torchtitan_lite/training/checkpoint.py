@@ -29,10 +29,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.distributed.failures import is_peer_failure, is_timeout
 from torchtitan_lite.observability.logging import logger
+from torchtitan_lite.training.adamw8bit import is_quantised
+from torchtitan_lite.training.optimizer import Optimizers
 
 MARKER = "complete.json"
 
@@ -82,7 +86,7 @@ class CheckpointManager:
         config: Checkpoint,
         folder: Path,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         pp_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.config = config
@@ -111,7 +115,7 @@ class CheckpointManager:
         dist.barrier()
         state = {
             "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS),
+            "optimizer": self._optimizer_state(),
             "train_state": json.dumps(train_state),
         }
         if data_state:
@@ -180,18 +184,25 @@ class CheckpointManager:
         configured = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state = {
             "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS),
+            "optimizer": self._optimizer_state(),
             "train_state": "",
         }
         self._read(path, state)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=_OPTIONS)
+        if self.optimizer.optimizers:
+            set_optimizer_state_dict(self.model, self.optimizer.optimizers, state["optimizer"], options=_OPTIONS)
+        changed = []
         for group, values in zip(self.optimizer.param_groups, configured, strict=True):
-            changed = [f"{k} {group[k]} -> {v}" for k, v in values.items() if k != "lr" and group.get(k) != v]
-            if changed:
-                logger.warning(f"Optimizer settings differ from the checkpoint's: {', '.join(changed)}")
+            changed += [f"{k} {group[k]} -> {v}" for k, v in values.items() if k != "lr" and group.get(k) != v]
             group.update(values)
+        if changed:
+            logger.warning(f"Optimizer settings differ from the checkpoint's: {', '.join(dict.fromkeys(changed))}")
         logger.info(f"Loaded {path}")
         return json.loads(state["train_state"])
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        if not self.optimizer.optimizers:  # nothing is trained on this rank; torch would refuse to be asked
+            return {}
+        return get_optimizer_state_dict(self.model, self.optimizer.optimizers, options=_OPTIONS)
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
         """Fill ``state`` from ``path``, and the model from it. DCP would drop keys and cast types without a word."""
@@ -216,6 +227,11 @@ class CheckpointManager:
                     problems.append(f"{key}: {list(entry.size)} in the checkpoint, {list(value.shape)} here")
                 elif entry.properties.dtype != value.dtype:
                     problems.append(f"{key}: {entry.properties.dtype} in the checkpoint, {value.dtype} here")
+                elif is_quantised(value) and not _holds_the_same_part(value, entry):
+                    problems.append(
+                        f"{key}: 8-bit moments are scaled within the parts that ranks held; go on with as many ranks "
+                        "along dp_shard, cp and tp"
+                    )
         stages = [(list(flat), problems)]
         if self.pp_group is not None:
             stages = [None] * self.pp_group.size()
@@ -242,6 +258,14 @@ class CheckpointManager:
             saved = [other for other in complete_steps(self.folder) if other <= step]
             for old in saved[: -self.config.keep_latest_k]:
                 _remove(self.folder / f"step-{old}")
+
+
+def _holds_the_same_part(value: torch.Tensor, entry: TensorStorageMetadata) -> bool:
+    """Whether a rank that saved ``entry`` had the part of it that this one has in ``value``."""
+    shape, offset = value.shape, (0,) * value.ndim
+    if isinstance(value, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return any((tuple(chunk.sizes), tuple(chunk.offsets)) == (tuple(shape), tuple(offset)) for chunk in entry.chunks)
 
 
 @contextmanager

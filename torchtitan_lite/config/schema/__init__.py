@@ -13,7 +13,14 @@ from torchtitan_lite.config.schema.data import Data, MixtureSource
 from torchtitan_lite.config.schema.model import Model, ModelArgsOverrides
 from torchtitan_lite.config.schema.parallelism import Parallelism
 from torchtitan_lite.config.schema.run import Checkpoint, Comm, Job, Metrics, Profiling
-from torchtitan_lite.config.schema.training import ActivationCheckpoint, Compile, LRScheduler, Optimizer, Training
+from torchtitan_lite.config.schema.training import (
+    ActivationCheckpoint,
+    Compile,
+    LRScheduler,
+    Optimizer,
+    OptimizerGroup,
+    Training,
+)
 
 __all__ = [
     "ActivationCheckpoint",
@@ -29,6 +36,7 @@ __all__ = [
     "Model",
     "ModelArgsOverrides",
     "Optimizer",
+    "OptimizerGroup",
     "Parallelism",
     "Profiling",
     "Training",
