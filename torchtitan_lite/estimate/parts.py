@@ -105,6 +105,7 @@ def count_state(model: nn.Module, config: Optimizer, ledger: Ledger) -> State:
     gradients = [shard.grad for shard in trained]
     ledger.label(shards, PARAMETERS)
     ledger.label(gradients, GRADIENTS)
+    compiled = config.name == "AdamW8bit" and config.implementation == "fused"
     if config.name == "AdamW8bit":
         config = replace(config, implementation="for-loop")  # fake tensors are not compiled
         with unset_fake_temporarily():
@@ -115,7 +116,10 @@ def count_state(model: nn.Module, config: Optimizer, ledger: Ledger) -> State:
     states = [part for state in optimizer.state.values() for value in state.values() for part in stored_parts(value)]
     ledger.label(states, OPTIMIZER)
     peak = ledger.take_peak().bytes()
-    return State(*(sum(t.nbytes for t in tensors) for tensors in (shards, gradients, states)), peak)
+    kept = [sum(t.nbytes for t in tensors) for tensors in (shards, gradients, states)]
+    if compiled:  # into one kernel a tensor, without what lies between its operators
+        peak = Counter(dict(zip((PARAMETERS, GRADIENTS, OPTIMIZER), kept, strict=True)))
+    return State(*kept, peak)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -33,16 +33,12 @@ def make_tables() -> None:
 
 
 def stored_parts(state: Tensor) -> list[Tensor]:
-    """The plain tensors that a moment is stored in: codes, scales and the codes' values, or itself if it is plain."""
+    """The plain tensors that a moment is stored in: codes, scales and the codes' values; or itself if it is plain, as
+    small ones are, and those whose blocks of 256 numbers do not come out even."""
     if hasattr(state, "__tensor_flatten__"):
         names, _ = state.__tensor_flatten__()
         return [getattr(state, name) for name in names]
     return [state]
-
-
-def is_quantised(state: Any) -> bool:
-    """Whether a moment's local part is stored in 8 bits. Small ones are not, nor those that leave a block unfilled."""
-    return hasattr(getattr(state, "_local_tensor", state), "codes")
 
 
 @contextmanager

@@ -35,7 +35,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.distributed.failures import is_peer_failure, is_timeout
 from torchtitan_lite.observability.logging import logger
-from torchtitan_lite.training.adamw8bit import is_quantised
 from torchtitan_lite.training.optimizer import Optimizers
 
 MARKER = "complete.json"
@@ -220,6 +219,8 @@ class CheckpointManager:
         pipeline stages, whose states make one."""
         flat, _ = dcp._nested_dict.flatten_state_dict(state)
         problems = [f"{key}: not in the checkpoint" for key in flat if key not in stored]
+        moved: list[str] = []
+        in_8_bits = any(group.algorithm == "AdamW8bit" for group in self.optimizer.groups)
         for key, value in flat.items():
             entry = stored.get(key)
             if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
@@ -227,11 +228,14 @@ class CheckpointManager:
                     problems.append(f"{key}: {list(entry.size)} in the checkpoint, {list(value.shape)} here")
                 elif entry.properties.dtype != value.dtype:
                     problems.append(f"{key}: {entry.properties.dtype} in the checkpoint, {value.dtype} here")
-                elif is_quantised(value) and not _holds_the_same_part(value, entry):
-                    problems.append(
-                        f"{key}: 8-bit moments are scaled within the parts that ranks held; go on with as many ranks "
-                        "along dp_shard, cp and tp"
-                    )
+                elif in_8_bits and key.startswith("optimizer.state.") and not _holds_the_same_part(value, entry):
+                    moved.append(key)
+        if moved:
+            problems.append(
+                f"optimizer.name=AdamW8bit: moments are scaled within the parts that ranks hold, and {len(moved)} of "
+                f"these, as that of {moved[0]}, are not those of the checkpoint; go on with as many ranks along "
+                "dp_shard, cp and tp"
+            )
         stages = [(list(flat), problems)]
         if self.pp_group is not None:
             stages = [None] * self.pp_group.size()
