@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,8 +35,10 @@ class Optimizers:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
-    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
+    def state(self) -> defaultdict[nn.Parameter, dict[str, Any]]:
+        """By parameter; like torch's, empty for one that has not been updated yet."""
+        states = (entry for optimizer in self.optimizers for entry in optimizer.state.items())
+        return defaultdict(dict, states)
 
     def set_lr(self, lr: float) -> None:
         """Give every group its share of the learning rate of a step."""
