@@ -9,6 +9,8 @@ from tiny_hf import saved
 from tokenizers import Tokenizer, models
 
 from torchtitan_lite.config.checks import AT_LEAST, check_config, outside
+from torchtitan_lite.config.fields import spell
+from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.load import ConfigError, load_config
 from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER
 
@@ -63,8 +65,63 @@ def test_least_values(name):
         return False
 
     least = AT_LEAST[name]
-    assert broken(float(least - 1) if name.startswith("optimizer.") or name == "training.max_norm" else least - 1)
+    assert broken(float(least - 1) if isinstance(value_of(Config(), name), float) else least - 1)
     assert not broken(least)
+
+
+def table(**values) -> str:
+    """An option with one [[optimizer.groups]] table."""
+    keys = ", ".join(f"{name}={spell(value)}" for name, value in values.items())
+    return f"--optimizer.groups=[{{{keys}}}]"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (table(lr_factor=2), ["optimizer.groups: entry 1: pattern", "empty"]),
+        (table(pattern="layers.["), ["entry 1: pattern", "layers.[", "not a regular expression"]),
+        (table(pattern="wz"), ["entry 1: pattern", "wz", "no parameter", "layers.5.attention.wq.weight", "output"]),
+        (table(pattern="wq", lr_factor=-1), ["entry 1: lr_factor=-1.0", "at least 0"]),
+        (table(pattern="wq", weight_decay=-1), ["entry 1: weight_decay=-1.0", "at least 0"]),
+        ("--optimizer.no_decay=norm,bias", ["optimizer.no_decay: entry 2", "bias", "no parameter"]),
+        ("--optimizer.no_decay=(", ["optimizer.no_decay: entry 1", "not a regular expression"]),
+        ("--optimizer.muon_momentum=1", ["optimizer.muon_momentum=1.0", "below 1"]),
+    ],
+)
+def test_groups_of_parameters(option, words):
+    problem = only_problem(option)
+    assert all(word in problem for word in words), problem
+
+
+def test_groups_that_work():
+    assert check(table(pattern="wq", lr_factor=0), "--optimizer.no_decay=") == []
+    assert check(table(pattern="layers.5.*wo"), '--optimizer.no_decay=["norm", "^tok"]') == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["Muon", "--training.enable_cpu_offload"], ["Muon", "enable_cpu_offload"]),
+        (["AdamW8bit", "--training.enable_cpu_offload"], ["AdamW8bit", "enable_cpu_offload"]),
+        (["AdamW8bit", "--optimizer.implementation=foreach"], ["AdamW8bit", "for-loop"]),
+        (["AdamW8bit", "--checkpoint.enable", "--checkpoint.async_mode=async"], ["AdamW8bit", "async_mode=async"]),
+    ],
+)
+def test_what_optimizers_do_not_go_with(options, words, monkeypatch):
+    monkeypatch.setattr(outside.importlib.util, "find_spec", lambda name: name)
+    problem = only_problem(f"--optimizer.name={options[0]}", *options[1:], device_type="cuda")
+    assert all(word in problem for word in words), problem
+
+
+def test_8_bits_need_their_package(monkeypatch):
+    monkeypatch.setattr(outside.importlib.util, "find_spec", lambda name: None)
+    assert "pip install torchao" in only_problem("--optimizer.name=AdamW8bit")
+
+
+def test_settings_of_muon_without_it_are_a_warning():
+    (warning,) = check("--optimizer.muon_momentum=0.9")
+    assert warning.startswith("optimizer.muon_momentum: of no effect")
+    assert check("--optimizer.muon_momentum=0.9", "--optimizer.name=Muon") == []
 
 
 @pytest.mark.parametrize("option", ["1", "3", "op"])

@@ -18,7 +18,9 @@ def plain_training(args: ModelArgs, global_batch: Callable[[int], tuple], *, ste
     init_weights(model, args, seed=0)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     result = {"initial": initial, "losses": [], "norms": []}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    groups = [{"params": [p for p in model.parameters() if p.ndim > 1]}]
+    groups += [{"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(steps):
         tokens, labels, document_ids = global_batch(step)
         logits = model(tokens, document_ids)

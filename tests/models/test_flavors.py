@@ -1,5 +1,7 @@
 """Flavors: published shapes and parameter counts, names taken apart, overrides, and the mask of each layer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +31,12 @@ def on_meta(args: ModelArgs) -> Transformer:
 def test_published_parameter_counts(flavor, overrides, parameters):
     model = on_meta(model_args(flavor, overrides))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_names_are_those_of_the_model(tie_embeddings):
+    args = replace(SIZES["debugmodel"], tie_embeddings=tie_embeddings)
+    assert sorted(args.parameter_names) == sorted(name for name, _ in on_meta(args).named_parameters())
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -44,7 +44,9 @@ class Run:
         values = {f"model.{name}": p.full_tensor().detach().clone() for name, p in self.model.named_parameters()}
         for name, p in self.model.named_parameters():
             for key, value in self.optimizer.state.get(p, {}).items():
-                values[f"{key}.{name}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                for i, part in enumerate(stored_parts(whole)):
+                    values[f"{key}.{name}" + f"[{i}]" * (i > 0)] = part.clone()
         return values
 
 
@@ -90,6 +92,66 @@ def test_everything_comes_back(new_run, async_mode):
     assert equal(other.values(), saved)
     run.learn()
     other.learn()
+    assert equal(other.values(), run.values())
+
+
+# 128 x 64 numbers are enough for 8 bits.
+OTHERS = [Optimizer("Muon"), Optimizer("AdamW8bit", implementation="for-loop")]
+WIDER = replace(ARGS, vocab_size=128, dim=64, n_heads=4, n_kv_heads=2)
+
+
+@pytest.mark.parametrize("optimizer", OTHERS, ids=["Muon", "AdamW8bit"])
+def test_the_state_of_other_optimizers_comes_back(new_run, optimizer):
+    if optimizer.name == "AdamW8bit":
+        pytest.importorskip("torchao")
+    run = new_run(optimizer=optimizer, args=WIDER)
+    run.learn()
+    run.manager.save(2, {"step": 2})
+    other = new_run(seed=1, optimizer=optimizer, args=WIDER)
+    other.manager.load()
+
+    assert equal(other.values(), run.values())
+    assert (optimizer.name == "AdamW8bit") == ("exp_avg.output.weight[2]" in run.values())
+    run.learn()
+    other.learn()
+    assert equal(other.values(), run.values())
+
+
+def test_the_state_of_another_optimizer_is_refused(new_run):
+    run = new_run()
+    run.learn()
+    run.manager.save(1, {"step": 1})
+    with pytest.raises(CheckpointError, match=r"momentum_buffer: not in the checkpoint"):
+        new_run(optimizer=Optimizer("Muon")).manager.load()
+
+
+def test_groups_may_change(new_run, warned):
+    run = new_run(optimizer=Optimizer(weight_decay=0.1, no_decay=[]))
+    run.learn()
+    run.manager.save(1, {"step": 1})
+    groups = [OptimizerGroup("wq", lr_factor=0.5, weight_decay=0.7), OptimizerGroup("wk", lr_factor=2.0)]
+    other = new_run(seed=1, optimizer=Optimizer(lr=1e-3, weight_decay=0.1, groups=groups))
+    other.manager.load()
+    assert equal(other.values(), run.values())
+    other.optimizer.set_lr(1e-3)
+    given = {(group["lr"], group["weight_decay"]) for group in other.optimizer.param_groups}
+    assert given == {(1e-3, 0.1), (5e-4, 0.7), (2e-3, 0.1), (1e-3, 0.0)}
+    assert warned() == [
+        "Optimizer settings differ from the checkpoint's: weight_decay 0.1 -> 0.7, weight_decay 0.1 -> 0.0"
+    ]
+
+
+def test_nothing_to_train_is_no_state(new_run):
+    def frozen(**settings) -> Run:
+        run = new_run(**settings)
+        run.model.requires_grad_(False)
+        run.manager.optimizer = run.optimizer = build_optimizer(run.model, Optimizer())
+        return run
+
+    run = frozen()
+    run.manager.save(1, {"step": 1})
+    other = frozen(seed=1)
+    assert other.manager.load() == {"step": 1}
     assert equal(other.values(), run.values())
 
 
@@ -255,8 +317,9 @@ def test_the_configuration_rules_over_saved_hyper_parameters(new_run, warned):
 
     run = new_run(optimizer=Optimizer(lr=5e-4, weight_decay=0.3, beta2=0.99))
     run.manager.load()
-    (group,) = run.optimizer.param_groups
-    assert (group["lr"], group["weight_decay"], group["betas"]) == (5e-4, 0.3, (0.9, 0.99))
+    matrices, norms = run.optimizer.param_groups
+    assert (matrices["lr"], matrices["weight_decay"], matrices["betas"]) == (5e-4, 0.3, (0.9, 0.99))
+    assert (norms["lr"], norms["weight_decay"], norms["betas"]) == (5e-4, 0.0, (0.9, 0.99))
     (warning,) = warned()
     assert "weight_decay 0.1 -> 0.3" in warning and "betas (0.9, 0.95) -> (0.9, 0.99)" in warning
 

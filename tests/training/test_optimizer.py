@@ -3,23 +3,16 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from toy_run import TOY
 
-from torchtitan_lite.config.schema import Optimizer
-from torchtitan_lite.distributed.mesh import init_distributed, world_from_environment
-from torchtitan_lite.training.optimizer import build_optimizer, clip_grad_norm
+from torchtitan_lite.config.schema import Optimizer, OptimizerGroup
+from torchtitan_lite.models.llama3.model import Transformer
+from torchtitan_lite.training.adamw8bit import stored_parts
+from torchtitan_lite.training.muon import ShardedMuon
+from torchtitan_lite.training.optimizer import build_optimizer
 
 IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
 LR, BETA1, BETA2, EPS, DECAY = 0.1, 0.8, 0.9, 1e-3, 0.25
-
-
-def with_gradients(*gradients: list[float]) -> list[nn.Parameter]:
-    parameters = [nn.Parameter(torch.ones(len(gradient))) for gradient in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = torch.tensor(gradient)
-    return parameters
 
 
 def adam_by_hand(value: float, gradients: list[float], *, decoupled: bool) -> float:
@@ -57,107 +50,85 @@ def test_frozen_parameters_are_left_out():
     assert build_optimizer(model, Optimizer()).param_groups[0]["params"] == [model.bias]
 
 
-def test_gradients_are_clipped_to_the_norm_of_all_of_them():
-    # Norms 3 and 4 are 5 together. Each clipped by itself would become 1 and 1.
-    parameters = with_gradients([3.0, 0.0], [0.0, 0.0, 4.0])
-    assert clip_grad_norm(parameters, max_norm=1.0).item() == pytest.approx(5.0)
-    assert [p.grad.norm().item() for p in parameters] == pytest.approx([0.6, 0.8], abs=1e-6)
+def test_nothing_to_train_is_no_optimizer():
+    optimizer = build_optimizer(nn.Linear(2, 1).requires_grad_(False), Optimizer("Muon"))
+    optimizer.set_lr(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.optimizers == () and optimizer.param_groups == [] and optimizer.state == {}
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 5.5])
-def test_small_gradients_and_max_norm_0_are_left_alone(max_norm):
-    parameters = with_gradients([3.0], [4.0])
-    assert clip_grad_norm(iter(parameters), max_norm).item() == pytest.approx(5.0)
-    assert [p.grad.item() for p in parameters] == [3.0, 4.0]
+def after_a_step_without_gradient(config: Optimizer) -> dict[str, float]:
+    """What is left of each weight, as a share of what it was."""
+    model = Transformer(TOY)
+    for p in model.parameters():
+        nn.init.ones_(p)
+        p.grad = torch.zeros_like(p)
+    optimizer = build_optimizer(model, config)
+    optimizer.set_lr(0.5)
+    optimizer.step()
+    return {name: p.mean().item() for name, p in model.named_parameters()}
 
 
-def test_parameters_without_a_gradient_do_not_count():
-    parameters = [*with_gradients([3.0], [4.0]), nn.Parameter(torch.ones(7))]
-    assert clip_grad_norm(parameters, 1.0).item() == pytest.approx(5.0)
-    assert parameters[-1].grad is None
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "AdamW8bit"])
+def test_norms_are_not_decayed(name):
+    """1 - lr x decay = 1 - 0.5 x 0.2 for all but norms; half of that decay where the learning rate is half."""
+    if name == "AdamW8bit":
+        pytest.importorskip("torchao")
+    settings = {"weight_decay": 0.2, "implementation": "for-loop"}
+    left = after_a_step_without_gradient(Optimizer(name, **settings))
+    assert left == {key: pytest.approx(1.0 if "norm" in key else 0.9) for key in left}
+    halved = [OptimizerGroup(r"^output|layers\.1\.", lr_factor=0.5)]
+    left = after_a_step_without_gradient(Optimizer(name, no_decay=["wq"], groups=halved, **settings))
+    assert left["layers.0.attention.wq.weight"] == 1
+    assert left["layers.0.attention_norm.weight"] == pytest.approx(0.9)
+    assert left["layers.1.attention.wk.weight"] == pytest.approx(0.95) == left["output.weight"]
 
 
-def test_the_norm_of_many_elements_is_exact():
-    # torch's fp32 norm of so many equal numbers is off in the fourth digit on CPU.
-    parameter = nn.Parameter(torch.empty(1 << 23))
-    parameter.grad = torch.full((1 << 23,), 0.1)
-    norm = clip_grad_norm([parameter], 0.0)
-    assert norm.dtype == torch.float32
-    assert norm.item() == pytest.approx(0.1 * math.sqrt(1 << 23), rel=1e-6)
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "AdamW8bit"])
+def test_every_group_gets_its_share_of_the_learning_rate(name):
+    if name == "AdamW8bit":
+        pytest.importorskip("torchao")
+    tables = [OptimizerGroup("w1", lr_factor=0.0), OptimizerGroup("output", lr_factor=2.0)]
+    optimizer = build_optimizer(Transformer(TOY), Optimizer(name, groups=tables))
+    for lr in (0.1, 0.3):
+        optimizer.set_lr(lr)
+        given = {float(group["lr"]) for group in optimizer.param_groups}
+        assert sorted(given) == pytest.approx([0.0, lr, 2 * lr])
 
 
-@pytest.mark.parametrize(("gradient", "clipped"), [(float("inf"), [0.0, math.nan]), (math.nan, [math.nan, math.nan])])
-def test_a_norm_that_is_not_finite_is_returned_and_spoils_the_gradients(gradient, clipped):
-    parameters = with_gradients([3.0], [gradient])
-    norm = clip_grad_norm(parameters, 1.0).item()
-    assert norm == gradient or (math.isnan(norm) and math.isnan(gradient))
-    assert [p.grad.item() for p in parameters] == pytest.approx(clipped, nan_ok=True)
+def test_a_factor_of_0_leaves_weights_as_they_are():
+    left = after_a_step_without_gradient(Optimizer(weight_decay=0.2, groups=[OptimizerGroup("w1", lr_factor=0.0)]))
+    assert {value for name, value in left.items() if "w1" in name} == {1.0}
 
 
-def test_no_gradient_at_all_is_norm_0():
-    assert clip_grad_norm([nn.Parameter(torch.ones(3))], 1.0).item() == 0
-    assert clip_grad_norm([], 1.0).item() == 0
+def test_muon_goes_beside_adamw_with_its_settings():
+    model = Transformer(TOY)
+    config = Optimizer("Muon", beta1=0.7, muon_momentum=0.8, muon_ns_steps=3, muon_adjust_lr_fn="original")
+    adamw, muon = build_optimizer(model, config).optimizers
+    assert isinstance(muon, ShardedMuon) and isinstance(adamw, torch.optim.AdamW)
+    (group,) = muon.param_groups
+    assert (group["momentum"], group["ns_steps"], group["adjust_lr_fn"]) == (0.8, 3, "original")
+    assert {p for p in group["params"]} == {p for p in model.layers.parameters() if p.ndim == 2}
+    assert all(group["betas"] == (0.7, 0.95) for group in adamw.param_groups)
 
 
-def on_a_mesh() -> dict:
-    """Gradients of one element a rank on four ranks; norm and what clipping leaves of each on this rank."""
-    world = world_from_environment()
-    init_distributed(world, timeout_seconds=60)
-    outer, inner = divmod(world.rank, 2)
-    fsdp_tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    hsdp_tp = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "fsdp", "tp"))
-    line = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-    pp_tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-
-    def clip(*gradients: torch.Tensor | tuple, max_norm: float, **pp_group) -> tuple[float, list[float]]:
-        parameters = []
-        for gradient in gradients:
-            if isinstance(gradient, tuple):
-                value, mesh, *placements = gradient
-                gradient = DTensor.from_local(torch.full((1, 1), float(value)), mesh, placements, run_check=False)
-            parameters.append(nn.Parameter(torch.zeros_like(gradient)))
-            parameters[-1].grad = gradient
-        norm = clip_grad_norm(parameters, max_norm, **pp_group).item()
-        clipped = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
-        return norm, [gradient.item() for gradient in clipped]
-
-    kinds = clip(
-        (world.rank + 1, fsdp_tp, _StridedShard(0, split_factor=2), Shard(0)),  # 1 + 4 + 9 + 16 = 30
-        (world.rank + 1, fsdp_tp, Shard(0), Shard(1)),  # 30
-        (outer + 1, fsdp_tp, Shard(0), Replicate()),  # 1 + 4 = 5
-        (2, fsdp_tp, Replicate(), Replicate()),  # 4
-        (inner + 1, fsdp_tp, Replicate(), Partial()),  # (1 + 2)^2 = 9
-        (inner + 1, hsdp_tp, Replicate(), Shard(0), Shard(0)),  # 5
-        (world.rank + 1, line, Shard(0)),  # 30
-        torch.tensor(3.0),  # 9
-        max_norm=122**0.5 / 2,
-    )
-    # The norms of the stages are 3 and 4: (1 + 4) + 4 = 9 and (4 + 4) + 8 = 16.
-    stages = clip(
-        ((inner + 1, 2)[outer], pp_tp["tp"], Shard(0)),
-        ((2, 8**0.5)[outer], pp_tp["tp"], Replicate()),
-        max_norm=1.0,
-        pp_group=pp_tp.get_group("pp"),
-    )
-    # A stage whose parameters are all frozen.
-    frozen = nn.Parameter(torch.ones(1), requires_grad=False)
-    (trained,) = with_gradients([3.0])
-    partly_frozen = clip_grad_norm([(trained, frozen)[outer]], 1.0, pp_group=pp_tp.get_group("pp")).item()
-    return {"kinds": kinds, "stages": stages, "partly_frozen": partly_frozen}
-
-
-def test_the_norm_over_ranks_counts_every_element_once(rank_pool):
-    results = rank_pool.run(4, on_a_mesh)
-    for rank, result in enumerate(results):
-        outer, inner = divmod(rank, 2)
-        norm, clipped = result["kinds"]
-        assert norm == pytest.approx(122**0.5)
-        before = [rank + 1, rank + 1, outer + 1, 2, inner + 1, inner + 1, rank + 1, 3]
-        assert clipped == pytest.approx([value / 2 for value in before])
-
-        norm, clipped = result["stages"]
-        assert norm == pytest.approx(5.0)
-        assert clipped == pytest.approx([[(inner + 1) / 5, 2 / 5], [2 / 5, 8**0.5 / 5]][outer])
-        assert result["partly_frozen"] == pytest.approx(3.0)
-    for name in ("kinds", "stages"):
-        assert len({result[name][0] for result in results}) == 1  # to the bit
+def test_8_bits_are_near_32_and_take_a_quarter():
+    """A moment of 128 x 64 numbers: a byte each, a fp32 scale for 256 of them, and fp32 values of 256 codes."""
+    pytest.importorskip("torchao")
+    weights = {}
+    for name in ("AdamW", "AdamW8bit"):
+        model = nn.Linear(64, 128)
+        nn.init.ones_(model.weight)
+        optimizer = build_optimizer(model, Optimizer(name, lr=0.01, implementation="for-loop"))
+        for seed in range(3):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+        weights[name] = model.weight.detach()
+    difference = (weights["AdamW8bit"] - weights["AdamW"]).abs()
+    assert difference.max() < 0.01 and difference.mean() < 3e-4  # of three steps of 0.01
+    state = optimizer.state[model.weight]
+    for moment in (state["exp_avg"], state["exp_avg_sq"]):
+        assert sum(part.nbytes for part in stored_parts(moment)) == 128 * 64 + 4 * 32 + 4 * 256
+    assert type(optimizer.state[model.bias]["exp_avg"]) is torch.Tensor  # fewer than 4,096 numbers

@@ -161,7 +161,7 @@ def test_a_run_killed_twice_is_the_run_that_was_not(new_trainer, run, tmp_path, 
                 trainer.checkpoint.wait()
                 raise Killed
 
-        trainer.optimizer.register_step_pre_hook(note)
+        trainer.optimizer.optimizers[0].register_step_pre_hook(note)
         if killed_in is None:
             trainer.train()
         else:

@@ -124,7 +124,8 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*exc_info)
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self._storages.values())
+        # A copy: quantised moments are cycles, and are collected, and struck off, at any time.
+        return Snapshot(list(self._storages.values()))
 
     def take_peak(self) -> Snapshot:
         """The fullest moment since the last call."""
@@ -140,7 +141,7 @@ class Ledger(TorchDispatchMode):
 
     def relabel(self, before: str, after: str) -> None:
         """Of all that is alive."""
-        for storage in self._storages.values():
+        for storage in list(self._storages.values()):
             if storage.kind == before:
                 storage.kind = after
 

@@ -7,8 +7,8 @@ the missing ones is added what their like did from one layer's start to the next
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -38,7 +38,8 @@ from torchtitan_lite.estimate.ledger import (
 from torchtitan_lite.models.llama3.model import Transformer
 from torchtitan_lite.training import loss
 from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
-from torchtitan_lite.training.optimizer import build_optimizer
+from torchtitan_lite.training.adamw8bit import make_tables, stored_parts
+from torchtitan_lite.training.optimizer import optimizers_for
 
 Bytes = Counter[str]
 """Of memory, by what it is for."""
@@ -90,22 +91,35 @@ class Rows:
     dtype: torch.dtype
 
 
-def count_state(parameters: Iterable[Tensor], config: Optimizer, ledger: Ledger) -> State:
-    """Take one step of the optimizer, on the local shards, and forget it."""
+def count_state(model: nn.Module, config: Optimizer, ledger: Ledger) -> State:
+    """Take one step of the optimizer, on the local shards, and forget it.
+
+    Left out of its fullest moment are the matrices that Muon gathers, one or two at a time.
+    """
     # As plain tensors: DTensors would have torch work out the step for the whole model first.
-    shards = [nn.Parameter(_local(parameter.detach())) for parameter in parameters]
-    for shard in shards:
+    named = {name: nn.Parameter(_local(p.detach()), p.requires_grad) for name, p in model.named_parameters()}
+    shards = list(named.values())
+    trained = [shard for shard in shards if shard.requires_grad]
+    for shard in trained:
         shard.grad = torch.empty_like(shard)
-    gradients = [shard.grad for shard in shards]
+    gradients = [shard.grad for shard in trained]
     ledger.label(shards, PARAMETERS)
     ledger.label(gradients, GRADIENTS)
-    optimizer = build_optimizer(nn.ParameterList(shards), config)
+    compiled = config.name == "AdamW8bit" and config.implementation == "fused"
+    if config.name == "AdamW8bit":
+        config = replace(config, implementation="for-loop")  # fake tensors are not compiled
+        with unset_fake_temporarily():
+            make_tables()
+    optimizer = optimizers_for(named, config)
     ledger.take_peak()
     optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values()]
+    states = [part for state in optimizer.state.values() for value in state.values() for part in stored_parts(value)]
     ledger.label(states, OPTIMIZER)
     peak = ledger.take_peak().bytes()
-    return State(*(sum(t.nbytes for t in tensors) for tensors in (shards, gradients, states)), peak)
+    kept = [sum(t.nbytes for t in tensors) for tensors in (shards, gradients, states)]
+    if compiled:  # into one kernel a tensor, without what lies between its operators
+        peak = Counter(dict(zip((PARAMETERS, GRADIENTS, OPTIMIZER), kept, strict=True)))
+    return State(*kept, peak)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def measure_rank(plan: Plan, rank: int, settings: dict[str, ActivationCheckpoint
         with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
             for part in parts.values():
                 part.to_empty(device="cpu")
-            state = count_state(as_one(parts).parameters(), config.optimizer, ledger)
+            state = count_state(as_one(parts), config.optimizer, ledger)
             found: dict[str, list[list[Microbatch]]] = {name: [] for name in settings}
             for part in parts.values():
                 thinned = ThinnedPart(

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.convert.hf import HFWeights
@@ -29,6 +31,7 @@ from torchtitan_lite.convert.step_folder import MARKER, CheckpointError, complet
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.lora import is_adapter
 from torchtitan_lite.observability.logging import logger
+from torchtitan_lite.training.optimizer import Optimizers
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -59,7 +62,7 @@ class CheckpointManager:
         config: Checkpoint,
         folder: Path,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         pp_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.config = config
@@ -195,12 +198,14 @@ class CheckpointManager:
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS),
         }
         self._read(path, state)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=_OPTIONS)
+        if self.optimizer.optimizers:
+            set_optimizer_state_dict(self.model, self.optimizer.optimizers, state["optimizer"], options=_OPTIONS)
+        changed = []
         for group, values in zip(self.optimizer.param_groups, configured, strict=True):
-            changed = [f"{k} {group[k]} -> {v}" for k, v in values.items() if k != "lr" and group.get(k) != v]
-            if changed:
-                logger.warning(f"Optimizer settings differ from the checkpoint's: {', '.join(changed)}")
+            changed += [f"{k} {group[k]} -> {v}" for k, v in values.items() if k != "lr" and group.get(k) != v]
             group.update(values)
+        if changed:
+            logger.warning(f"Optimizer settings differ from the checkpoint's: {', '.join(dict.fromkeys(changed))}")
         logger.info(f"Loaded {path}")
         return train_state
 
@@ -227,6 +232,8 @@ class CheckpointManager:
         pipeline stages, whose states make one."""
         flat, _ = dcp._nested_dict.flatten_state_dict(state)
         problems = [f"{key}: not in the checkpoint" for key in flat if key not in stored]
+        moved: list[str] = []
+        in_8_bits = any(group.algorithm == "AdamW8bit" for group in self.optimizer.groups)
         for key, value in flat.items():
             entry = stored.get(key)
             if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
@@ -234,6 +241,14 @@ class CheckpointManager:
                     problems.append(f"{key}: {list(entry.size)} in the checkpoint, {list(value.shape)} here")
                 elif entry.properties.dtype != value.dtype and not any_dtype:
                     problems.append(f"{key}: {entry.properties.dtype} in the checkpoint, {value.dtype} here")
+                elif in_8_bits and key.startswith("optimizer.state.") and not _holds_the_same_part(value, entry):
+                    moved.append(key)
+        if moved:
+            problems.append(
+                f"optimizer.name=AdamW8bit: moments are scaled within the parts that ranks hold, and {len(moved)} of "
+                f"these, as that of {moved[0]}, are not those of the checkpoint; go on with as many ranks along "
+                "dp_shard, cp and tp"
+            )
         stages = [(list(flat), problems)]
         if self.pp_group is not None:
             stages = [None] * self.pp_group.size()

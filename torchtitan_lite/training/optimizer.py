@@ -1,87 +1,118 @@
-"""The optimizer and the clipping of gradients."""
+"""The optimizer: as many of torch's as the parameters of a rank need, stepping as one."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch import nn
 
 from torchtitan_lite.config.schema import Optimizer
+from torchtitan_lite.observability.logging import logger
+from torchtitan_lite.training.adamw8bit import build_adamw8bit
+from torchtitan_lite.training.muon import ShardedMuon
+from torchtitan_lite.training.param_groups import ParamGroup, group_parameters
 
 
-def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
-    """Adam or AdamW over the trainable parameters, with fp32 master weights as FSDP2 keeps them."""
-    optimizer_class = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
-    return optimizer_class(
-        [p for p in model.parameters() if p.requires_grad],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=config.implementation == "fused",
-        foreach=config.implementation == "foreach",
+class Optimizers:
+    """One torch optimizer for each algorithm; none on a rank without trainable parameters.
+
+    Attributes:
+        optimizers: torch's.
+        groups: what each of :attr:`param_groups` is, in the same order.
+    """
+
+    def __init__(self, parts: Sequence[tuple[torch.optim.Optimizer, Sequence[ParamGroup]]]) -> None:
+        self.optimizers = tuple(optimizer for optimizer, _ in parts)
+        # Beside torch's own, which are saved and loaded: factors are the configuration's alone.
+        self.groups = [group for _, groups in parts for group in groups]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> defaultdict[nn.Parameter, dict[str, Any]]:
+        """By parameter; like torch's, empty for one that has not been updated yet."""
+        states = (entry for optimizer in self.optimizers for entry in optimizer.state.items())
+        return defaultdict(dict, states)
+
+    def set_lr(self, lr: float) -> None:
+        """Give every group its share of the learning rate of a step."""
+        for values, group in zip(self.param_groups, self.groups, strict=True):
+            if isinstance(values["lr"], torch.Tensor):
+                values["lr"].fill_(lr * group.lr_factor)
+            else:
+                values["lr"] = lr * group.lr_factor
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def build_optimizer(model: nn.Module, config: Optimizer) -> Optimizers:
+    """What updates the trainable parameters of ``model``, which have their names in the whole model, in groups as the
+    configuration has them. Master weights are fp32, as FSDP2 keeps them."""
+    return optimizers_for(dict(model.named_parameters()), config)
+
+
+def optimizers_for(parameters: Mapping[str, nn.Parameter], config: Optimizer) -> Optimizers:
+    """As :func:`build_optimizer`, from the parameters by their names in the whole model."""
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+    by_algorithm: dict[str, list[ParamGroup]] = {}
+    for group in group_parameters({name: p.shape for name, p in trainable.items()}, config):
+        by_algorithm.setdefault(group.algorithm, []).append(group)
+    return Optimizers(
+        [(_build(algorithm, groups, trainable, config), groups) for algorithm, groups in by_algorithm.items()]
     )
 
 
-@torch.no_grad()
-def clip_grad_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, pp_group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Scale gradients in place so that their global 2-norm is at most ``max_norm`` (0: leave them).
-
-    Gradients may be plain tensors, which count as they are, and DTensors over any meshes, whose every element counts
-    once. ``pp_group``: ranks that hold the other pipeline stages, and so other parameters.
-
-    Returns the norm before clipping, fp32, the same on every rank.
-    """
-    parameters = list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
-    # A stage without gradients waits for the others all the same.
-    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else "cpu")
-    for part in _squares(grads):
-        square += part.to(square.device)
-    if pp_group is not None:
-        dist.all_reduce(square, group=pp_group)
-    norm = square.sqrt().float()
-    if max_norm > 0:
-        # torch's clip_grads_with_norm_, on local tensors: a foreach over DTensors wants them on one mesh.
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-        for grad in map(_local, grads):
-            by_device[grad.device].append(grad)
-        for device, local in by_device.items():
-            torch._foreach_mul_(local, scale.to(device))
-    return norm
+def _build(
+    algorithm: str, groups: list[ParamGroup], parameters: Mapping[str, nn.Parameter], config: Optimizer
+) -> torch.optim.Optimizer:
+    param_groups = [
+        {
+            "params": [parameters[name] for name in group.names],
+            "lr": config.lr * group.lr_factor,
+            "weight_decay": group.weight_decay,
+        }
+        for group in groups
+    ]
+    if algorithm == "Muon":
+        return ShardedMuon(
+            param_groups,
+            momentum=config.muon_momentum,
+            ns_steps=config.muon_ns_steps,
+            adjust_lr_fn=config.muon_adjust_lr_fn,
+        )
+    settings = {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    if algorithm == "AdamW8bit":
+        return build_adamw8bit(param_groups, compiled=config.implementation == "fused", **settings)
+    return {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[algorithm](
+        param_groups,
+        fused=config.implementation == "fused",
+        foreach=config.implementation == "foreach",
+        **settings,
+    )
 
 
-def _squares(grads: list[Tensor]) -> list[Tensor]:
-    """Sums of the squares of gradients, one a kind of sharding, over all its shards.
-
-    They are taken in fp64: on CPU torch's fp32 norm of 8 million elements is off by 2e-4, and differently so for every
-    way to shard them.
-    """
-    groups: dict[tuple, list[Tensor]] = defaultdict(list)  # by device, and by the mesh dimensions sharded over
-    for grad in grads:
-        sharded = ()
-        if isinstance(grad, DTensor):
-            if any(p.is_partial() for p in grad.placements):
-                grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
-            # FSDP's shards of a tensor that is sharded already, _StridedShard, do not answer to is_shard.
-            sharded = tuple((grad.device_mesh, dim) for dim, p in enumerate(grad.placements) if not p.is_replicate())
-        local = _local(grad)
-        groups[local.device, sharded].append(local)
-    squares = []
-    for (_, sharded), local in groups.items():
-        square = torch.stack(torch._foreach_norm(local, 2, dtype=torch.float64)).square().sum()
-        for mesh, dim in sharded:
-            dist.all_reduce(square, group=mesh.get_group(dim))
-        squares.append(square)
-    return squares
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def log_groups(optimizers: Optimizers, pp_group: dist.ProcessGroup) -> None:
+    """A line for each group of the whole model, whatever stages hold it. All ranks of the pipeline call this."""
+    own = {}
+    for group, values in zip(optimizers.groups, optimizers.param_groups, strict=True):
+        count = len(values["params"]), sum(parameter.numel() for parameter in values["params"])
+        own[group.algorithm, group.lr_factor, group.weight_decay] = count
+    stages: list[Any] = [None] * pp_group.size()
+    dist.all_gather_object(stages, own, group=pp_group)
+    for rule in dict.fromkeys(rule for stage in stages for rule in stage):
+        tensors, parameters = map(sum, zip(*(stage[rule] for stage in stages if rule in stage), strict=True))
+        algorithm, factor, decay = rule
+        lr = "" if factor == 1 else f"lr x {factor:g}, "
+        logger.info(f"{algorithm} on {tensors} tensors, {parameters:,} parameters: {lr}weight decay {decay:g}")

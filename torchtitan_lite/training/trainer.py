@@ -47,13 +47,14 @@ from torchtitan_lite.observability.throughput import Throughput
 from torchtitan_lite.observability.watchdog import StepWatchdog
 from torchtitan_lite.training.adapters import adapter_params, base_of, require_same_adapters
 from torchtitan_lite.training.checkpoint import CheckpointManager
+from torchtitan_lite.training.clipping import clip_grad_norm
 from torchtitan_lite.training.counts import Counts, StepLoss
 from torchtitan_lite.training.divergence import DivergenceCheck
 from torchtitan_lite.training.export import export_hf
 from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.lr_schedule import lr_factor
 from torchtitan_lite.training.machine import set_determinism, sole_run_in
-from torchtitan_lite.training.optimizer import build_optimizer, clip_grad_norm
+from torchtitan_lite.training.optimizer import build_optimizer, log_groups
 from torchtitan_lite.training.parallelize import as_one, build_parts, build_pipeline, reshards
 
 
@@ -105,6 +106,7 @@ class Trainer:
         self.parts = self._build_parts()
         self.model = as_one(self.parts)
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        log_groups(self.optimizer, self.mesh.pp.get_group())
         compile_loss = config.compile.enable and "loss" in config.compile.components
         self.loss_fn = LinearCrossEntropy(config.compile.backend if compile_loss else None)
         self.pipeline = build_pipeline(config, self.args, self.mesh, self.parts, self.loss_fn, self.device)
@@ -338,8 +340,7 @@ class Trainer:
     def _set_lr(self) -> float:
         config = self.config
         lr = config.optimizer.lr * lr_factor(self.step, config.training.steps, config.lr_scheduler)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.set_lr(lr)
         return lr
 
     def _is_save_step(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from torchtitan_lite.attention.backends import BLOCK_SIZE, unsupported
+from torchtitan_lite.config.checks.optimizer import optimizer_rules
 from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.schema import Checkpoint
@@ -21,6 +22,7 @@ AT_LEAST: dict[str, float] = {
     "metrics.log_freq": 1,
     "optimizer.lr": 0,
     "optimizer.weight_decay": 0,
+    "optimizer.muon_ns_steps": 1,
     "lr_scheduler.warmup_steps": 0,
     "training.local_batch_size": 1,
     "training.seq_len": 2,  # a row of one token has nothing to predict
@@ -57,7 +59,7 @@ def _ranges(run: Run) -> Iterator[str]:
         value = value_of(run.config, name)
         if value is not None and not 0 <= value <= 1:
             yield f"{name}={value}: a share, from 0 to 1"
-    for name in ("optimizer.beta1", "optimizer.beta2"):
+    for name in ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum"):
         value = value_of(run.config, name)
         if not 0 <= value < 1:
             yield f"{name}={value}: must be at least 0 and below 1"
@@ -208,6 +210,7 @@ def _saving_and_loading(run: Run) -> Iterator[str]:
 
 INSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _ranges,
+    optimizer_rules,
     _batch,
     _parallelism,
     _sequence,

@@ -75,10 +75,16 @@ def _metrics(run: Run) -> Iterator[str]:
         yield "metrics.enable_wandb: the package wandb is not installed; pip install wandb, or leave it off"
 
 
+def _optimizer(run: Run) -> Iterator[str]:
+    if run.config.optimizer.name == "AdamW8bit" and importlib.util.find_spec("torchao") is None:
+        yield "optimizer.name=AdamW8bit: the package torchao is not installed; pip install torchao, or use AdamW"
+
+
 OUTSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _tokenizer,
     _data,
     _initial_weights,
     _output_folders,
     _metrics,
+    _optimizer,
 )

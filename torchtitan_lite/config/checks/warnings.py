@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from torchtitan_lite.attention.backends import masks_documents
+from torchtitan_lite.config.checks.optimizer import optimizer_warnings
 from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.schema import Lora, Parallelism
 from torchtitan_lite.models.llama3.flavors import HF, join_flavor, split_flavor
@@ -25,6 +26,7 @@ def warnings_about(run: Run) -> Iterator[str]:
         unused = [name for name in given if name.startswith("pipeline_") and given[name] != defaults[name]]
         if unused:
             yield f"parallelism.{', '.join(unused)}: of no effect without parallelism.pipeline_parallel_degree"
+    yield from optimizer_warnings(config.optimizer)
     warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
     if warmup > steps:  # quick trials with few steps are common, and well-defined
         yield (

@@ -30,6 +30,7 @@ __all__ = [
     "Model",
     "ModelArgsOverrides",
     "Optimizer",
+    "OptimizerGroup",
     "Parallelism",
     "Profiling",
     "Training",

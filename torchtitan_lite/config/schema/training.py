@@ -7,9 +7,25 @@ from typing import Literal
 
 
 @dataclass
+class OptimizerGroup:
+    """Parameters that are trained apart from the rest, an ``[[optimizer.groups]]`` table."""
+
+    pattern: str = ""
+    """Regular expression found somewhere in the names, such as ^tok_embeddings or layers.[01].attention; a parameter
+    belongs to the first table that matches."""
+
+    lr_factor: float = 1.0
+    """Times the learning rate of the step. 0: they stay as they are, though gradients and state are kept for them."""
+
+    weight_decay: float | None = None
+    """Unset: as optimizer.no_decay and optimizer.weight_decay have it."""
+
+
+@dataclass
 class Optimizer:
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """Optimizer class of torch.optim."""
+    name: Literal["AdamW", "Adam", "Muon", "AdamW8bit"] = "AdamW"
+    """Algorithm. Muon: for the matrices of the layers, and AdamW for embedding, norms and output. AdamW8bit: with both
+    moments in 8 bits (needs the package torchao)."""
 
     lr: float = 8e-4
     """Peak learning rate."""
@@ -24,10 +40,27 @@ class Optimizer:
     """Term added to the denominator."""
 
     weight_decay: float = 0.1
-    """Weight decay, applied to every parameter."""
+    """Weight decay, of all parameters that no_decay does not name."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Which of torch's kernels runs the update."""
+    """Which of torch's kernels runs the update. AdamW8bit: fused is compiled (a minute or more at the first step),
+    for-loop runs operator by operator. Muon has one of its own; this is for the AdamW beside it."""
+
+    no_decay: list[str] = field(default_factory=lambda: ["norm"])
+    """Regular expressions; parameters in whose names one is found have no weight decay. Empty: all have it."""
+
+    groups: list[OptimizerGroup] = field(default_factory=list)
+    """Parameters with a learning rate or weight decay of their own, an [[optimizer.groups]] table each."""
+
+    muon_momentum: float = 0.95
+    """Muon: decay of the momentum (Nesterov's)."""
+
+    muon_ns_steps: int = 5
+    """Muon: Newton-Schulz iterations that orthogonalise an update."""
+
+    muon_adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon: size of a matrix's update. match_rms_adamw: lr x 0.2 sqrt(larger side), as large as AdamW's usually is, so
+    that lr and weight_decay of AdamW serve; original: lr x sqrt(rows / columns), at least lr."""
 
 
 @dataclass

@@ -102,6 +102,17 @@ class ModelArgs:
         embedding = 0 if self.tie_embeddings else self.dim * self.vocab_size
         return self.matmul_params + embedding + (2 * self.n_layers + 1) * self.dim
 
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the whole model, as it has them, without building one."""
+        names = ["tok_embeddings"]
+        for layer in range(self.n_layers):
+            names += [f"layers.{layer}.attention.w{matrix}" for matrix in "qkvo"]
+            names += [f"layers.{layer}.feed_forward.w{matrix}" for matrix in "123"]
+            names += [f"layers.{layer}.attention_norm", f"layers.{layer}.ffn_norm"]
+        names += ["norm"] if self.tie_embeddings else ["norm", "output"]
+        return [f"{name}.weight" for name in names]
+
     def mask_spec(self, layer: int) -> MaskSpec:
         """The mask of one layer, counted from 0 over the whole model."""
         pattern = self.sliding_window_pattern or (True,)
