@@ -12,6 +12,7 @@ from torchtitan_lite.config.checks import AT_LEAST, check_config, outside
 from torchtitan_lite.config.fields import spell
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.load import ConfigError, load_config
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER
 
 GOOD = ("--model.flavor=debugmodel_sdpa_block_causal", "--training.mixed_precision_param=float32")

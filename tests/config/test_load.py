@@ -210,7 +210,7 @@ def test_name_like_no_other_lists_what_there_is(write):
 
 
 def test_key_in_several_sections_names_them_all():
-    assert set(nearest_keys("enable")) == {"checkpoint.enable", "compile.enable"}
+    assert set(nearest_keys("enable")) == {"checkpoint.enable", "compile.enable", "validation.enable"}
 
 
 @pytest.mark.parametrize("toml", ["training = 5", "[[training]]\nsteps = 5"])

@@ -264,7 +264,7 @@ def test_a_folder_takes_one_run_at_a_time(new_trainer, tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "config.toml").exists()  # that of the other run would have been overwritten
     trainer.train()
     assert len(read_metrics(tmp_path / "run")) > 0
-    monkeypatch.setattr(Trainer, "_build_loader", lambda self: pytest.fail("the data was read first"))
+    monkeypatch.setattr(Trainer, "_build_rows", lambda self: pytest.fail("the data was read first"))
     with FileLock(tmp_path / "run" / ".lock"), pytest.raises(ConfigError, match=message):
         new_trainer()
 

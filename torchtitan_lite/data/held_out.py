@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
-from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.collator import Batch, collate_rows
 from torchtitan_lite.data.packing.plan import resolved_max_documents
 from torchtitan_lite.data.prepared import PreparedSource, prepare_sources
@@ -18,8 +18,7 @@ def validation_config(config: Config) -> Config:
     Its packing does not depend on the run's seed, so that runs compare.
     """
     own, validation = copy.deepcopy(config), config.validation
-    if validation.dataset is not None:
-        own.training.dataset = validation.dataset
+    own.training.dataset = Training().dataset if validation.dataset is None else validation.dataset
     own.training.dataset_path = validation.dataset_path
     own.data.mix = copy.deepcopy(validation.mix)
     own.data.streaming = False
@@ -56,6 +55,11 @@ class HeldOutRows:
             "pad_id": 0 if tokenizer.eos_id is None else tokenizer.eos_id,
             "max_documents_per_row": min(own.data.max_documents_per_row, own.training.seq_len),
         }
+
+    @property
+    def fingerprint(self) -> list[str]:
+        """Changes with the text; the same on ranks that have read the same."""
+        return [source.fingerprint for source in self.sources]
 
     @property
     def names(self) -> list[str]:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -137,8 +137,20 @@ def _step_of(line: str) -> int | None:
         return None
 
 
+class Validation(Protocol):
+    """What a validation found; see torchtitan_lite/training/validate.py."""
+
+    step: int
+
+    def as_json(self) -> dict[str, Any]: ...
+
+    def tags(self) -> dict[str, float]: ...
+
+    def console_line(self) -> str: ...
+
+
 def _drop_steps_after(path: Path, step: int) -> None:
-    """Take the entries of later steps (and broken lines) out of metrics.jsonl, so that it reads as one run.
+    """Take the entries of later steps (and broken lines) out of a file of metrics, so that it reads as one run.
 
     A new run (step 0) moves the whole file of the earlier one aside instead.
     """
@@ -220,6 +232,8 @@ class MetricsLogger:
             self._sinks.append(_wandb(config))
         path = folder / "metrics.jsonl"
         _drop_steps_after(path, start_step)
+        self._validations = folder / "validation.jsonl"
+        _drop_steps_after(self._validations, start_step)
         self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a killed run keeps every entry
 
     def __enter__(self) -> MetricsLogger:
@@ -234,6 +248,15 @@ class MetricsLogger:
         for log, _ in self._sinks:
             log(tags(metrics), metrics.step)
         logger.info(console_line(metrics, self._total_steps))
+
+    def log_validation(self, result: Validation) -> None:
+        """Write what a validation found everywhere."""
+        fields = {name: _as_json(value) for name, value in result.as_json().items()}
+        with self._validations.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(fields) + "\n")
+        for log, _ in self._sinks:
+            log(result.tags(), result.step)
+        logger.info(paint(result.console_line(), "green"))
 
     def note(self, values: dict[str, float], step: int) -> None:
         """Write numbers that belong to the run and not to a step, for TensorBoard and Weights & Biases alone."""

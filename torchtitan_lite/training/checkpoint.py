@@ -33,6 +33,8 @@ from torchtitan_lite.models.llama3.lora import is_adapter
 from torchtitan_lite.observability.logging import logger
 from torchtitan_lite.training.optimizer import Optimizers
 
+BEST = "best.json"
+
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -85,11 +87,13 @@ class CheckpointManager:
         data_state: dict[int, bytes] | None = None,
         *,
         model_only: bool = False,
+        best: dict[str, Any] | None = None,
     ) -> None:
         """Write step-``step``; in async mode only a copy is made before this returns.
 
         Args:
             model_only: leave the optimizer's state out. No run resumes from such a checkpoint.
+            best: ``step`` and ``loss`` of the step to keep whatever comes after it; written to best.json.
             data_state: what this process knows of its data-parallel rank's place in the data, by that rank.
         """
         self.wait()
@@ -102,15 +106,15 @@ class CheckpointManager:
             "train_state": json.dumps(train_state),
         }
         if not model_only:
-            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS)
+            state["optimizer"] = self._optimizer_state()
         if data_state:
             state["data_state"] = {str(rank): value for rank, value in data_state.items()}
         if self.config.async_mode == "disabled":
             dcp.save(state, checkpoint_id=path)
-            self._finish(path, step, model_only)
+            self._finish(path, step, model_only, best)
             return
         written = dcp.async_save(state, checkpoint_id=path, process_group=self._group)
-        self._pending = self._background.submit(self._finish_after, written, path, step, model_only)
+        self._pending = self._background.submit(self._finish_after, written, path, step, model_only, best)
 
     def wait(self) -> None:
         """Wait until a background save has ended and is marked complete. Raises what went wrong in it."""
@@ -195,7 +199,7 @@ class CheckpointManager:
         configured = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state = {
             "model": self._trained(),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=_OPTIONS),
+            "optimizer": self._optimizer_state(),
         }
         self._read(path, state)
         if self.optimizer.optimizers:
@@ -208,6 +212,11 @@ class CheckpointManager:
             logger.warning(f"Optimizer settings differ from the checkpoint's: {', '.join(dict.fromkeys(changed))}")
         logger.info(f"Loaded {path}")
         return train_state
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        if not self.optimizer.optimizers:  # nothing is trained on this rank; torch would refuse to be asked
+            return {}
+        return get_optimizer_state_dict(self.model, self.optimizer.optimizers, options=_OPTIONS)
 
     def _trained(self) -> dict[str, Any]:
         """The parameters that are trained: all, or the adapters alone."""
@@ -258,11 +267,11 @@ class CheckpointManager:
         unknown = [f"{key}: only in the checkpoint" for key in stored if key.startswith(sections) and key not in known]
         return list(dict.fromkeys(problem for _, found in stages for problem in found)) + unknown
 
-    def _finish_after(self, written: Future, path: Path, step: int, model_only: bool) -> None:
+    def _finish_after(self, written: Future, path: Path, step: int, model_only: bool, best: dict | None) -> None:
         written.result()
-        self._finish(path, step, model_only)
+        self._finish(path, step, model_only, best)
 
-    def _finish(self, path: Path, step: int, model_only: bool) -> None:
+    def _finish(self, path: Path, step: int, model_only: bool, best: dict | None) -> None:
         """Once all ranks have written: mark the checkpoint complete and remove old ones (rank 0 alone)."""
         if dist.get_rank() != 0:
             return
@@ -271,8 +280,20 @@ class CheckpointManager:
         partial.write_text(json.dumps(marker) + "\n")
         os.replace(partial, path / MARKER)
         logger.info(f"Saved a checkpoint to {path}")
+        if best is not None:
+            (self.folder / BEST).write_text(json.dumps(best) + "\n")
         if self.config.keep_latest_k > 0:
             # Later steps are those of a run that was rewound by load_step; they are no reason to drop this one.
             saved = [other for other in complete_steps(self.folder) if other <= step]
             for old in saved[: -self.config.keep_latest_k]:
+                if best is not None and old == best["step"]:
+                    continue
                 _remove(self.folder / f"step-{old}")
+
+
+def _holds_the_same_part(value: torch.Tensor, entry: TensorStorageMetadata) -> bool:
+    """Whether a rank that saved ``entry`` had the part of it that this one has in ``value``."""
+    shape, offset = value.shape, (0,) * value.ndim
+    if isinstance(value, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return any((tuple(chunk.sizes), tuple(chunk.offsets)) == (tuple(shape), tuple(offset)) for chunk in entry.chunks)

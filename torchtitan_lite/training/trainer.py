@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +16,10 @@ from torchtitan_lite.config.checks import check_config
 from torchtitan_lite.config.load import save_config
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.collator import Batch
-from torchtitan_lite.data.loader import RowLoader, build_loader
+from torchtitan_lite.data.held_out import HeldOutRows
+from torchtitan_lite.data.loader import RowLoader
 from torchtitan_lite.data.packing.plan import resolved_max_documents
-from torchtitan_lite.data.streaming.stream_loader import StreamLoader, build_stream_loader
-from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.streaming.stream_loader import StreamLoader
 from torchtitan_lite.distributed.context_parallel import shard_batch
 from torchtitan_lite.distributed.fsdp import expect_backward
 from torchtitan_lite.distributed.mesh import (
@@ -37,25 +36,26 @@ from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
 from torchtitan_lite.models.llama3.lora import lora_spec
 from torchtitan_lite.models.llama3.model import Transformer
-from torchtitan_lite.observability.flops import peak_flops, step_flops
 from torchtitan_lite.observability.garbage_collection import GarbageCollection
 from torchtitan_lite.observability.logging import info_once, logger
-from torchtitan_lite.observability.metrics import MetricsLogger, StepMetrics, device_memory
+from torchtitan_lite.observability.metrics import MetricsLogger, StepMetrics
 from torchtitan_lite.observability.profiler import maybe_profile
 from torchtitan_lite.observability.progress import ProgressBar
-from torchtitan_lite.observability.throughput import Throughput
 from torchtitan_lite.observability.watchdog import StepWatchdog
 from torchtitan_lite.training.adapters import adapter_params, base_of, require_same_adapters
 from torchtitan_lite.training.checkpoint import CheckpointManager
 from torchtitan_lite.training.clipping import clip_grad_norm
-from torchtitan_lite.training.counts import Counts, StepLoss
+from torchtitan_lite.training.counts import Counts
 from torchtitan_lite.training.divergence import DivergenceCheck
 from torchtitan_lite.training.export import export_hf
 from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.lr_schedule import lr_factor
 from torchtitan_lite.training.machine import set_determinism, sole_run_in
+from torchtitan_lite.training.meter import StepMeter
 from torchtitan_lite.training.optimizer import build_optimizer, log_groups
 from torchtitan_lite.training.parallelize import as_one, build_parts, build_pipeline, reshards
+from torchtitan_lite.training.rows import build_rows
+from torchtitan_lite.training.validate import Validator
 
 
 class Trainer:
@@ -91,7 +91,7 @@ class Trainer:
         check_shared_folder(self.dump_folder, "job.dump_folder")
 
         self._now("reading the data", "data_timeout_seconds")
-        self.loader = self._build_loader()
+        self.loader, held_out = self._build_rows()
         self.accumulation = self.loader.global_batch_size // (config.training.local_batch_size * self.dp.degree)
         self.args = replace(
             model_args(config.model.flavor, asdict(config.model.args), config.model.hf_assets_path),
@@ -111,8 +111,21 @@ class Trainer:
         self.loss_fn = LinearCrossEntropy(config.compile.backend if compile_loss else None)
         self.pipeline = build_pipeline(config, self.args, self.mesh, self.parts, self.loss_fn, self.device)
 
+        self.validator = None
+        if held_out is not None:
+            self.validator = Validator(
+                held_out,
+                self.model,
+                self._loss_sum,
+                place=self.place,
+                degrees=self.degrees,
+                device=self.device,
+                progress=lambda: self._now(f"validating after step {self.step}"),
+            )
+
         self.step = 0
         self.tokens_seen = 0
+        self.best = None  # step and loss of the best validation so far
         self.checkpoint = CheckpointManager(
             config.checkpoint,
             self.dump_folder / config.checkpoint.folder,
@@ -131,27 +144,15 @@ class Trainer:
 
     # -- building ------------------------------------------------------------------------------------------------------
 
-    def _build_loader(self) -> RowLoader | StreamLoader:
-        tokenizer = load_tokenizer(self.config.model.hf_assets_path)
-        build = build_stream_loader if self.config.data.streaming else build_loader
-        loader = build(
-            self.config, tokenizer, dp_rank=self.dp.rank, dp_degree=self.dp.degree, device_type=self.device.type
-        )
-        # A group with the time limit of the data: another node may still be tokenising.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.comm.data_timeout_seconds))
-        fingerprints = [None] * self.world.size
-        dist.all_gather_object(fingerprints, loader.fingerprint, group=group)
-        dist.destroy_process_group(group)
-        if differing := [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]:
-            raise RuntimeError(
-                f"Rank 0 has packed other data than rank(s) {differing}: {fingerprints[0]} is not "
-                f"{fingerprints[differing[0]]}. Do all nodes read the same files with the same software?"
-            )
+    def _build_rows(self) -> tuple[RowLoader | StreamLoader, HeldOutRows | None]:
+        loader, held_out = build_rows(self.config, self.dp, self.device)
         self.reports = loader.reports() if self.main_rank else []
         for report in self.reports:
             for line in report.lines():
                 logger.info(line)
-        return loader
+        if held_out is not None:
+            logger.info(f"Validation: {sum(held_out.rows):,} rows of {', '.join(held_out.names)}")
+        return loader, held_out
 
     def _build_parts(self) -> dict[int, Transformer]:
         config = self.config
@@ -192,7 +193,7 @@ class Trainer:
         if state is None and not adapted:
             self.checkpoint.load_initial(self.args, self.config.model.hf_assets_path)
         if state is not None:
-            self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+            self.step, self.tokens_seen, self.best = state["step"], state["tokens_seen"], state.get("best")
             self.loader.load_state_dict(state["data"])
             if isinstance(self.loader, StreamLoader):
                 self.loader.load_rank_state(self.checkpoint.load_data_state(self.step, self.dp.rank))
@@ -209,6 +210,7 @@ class Trainer:
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
+            "best": self.best,
             "seed": self.config.training.seed,
             "data": self.loader.state_dict(),
             "model": self.args.as_json(),
@@ -226,9 +228,16 @@ class Trainer:
         total = self.config.training.steps
         if self.step >= total:
             logger.info(f"Nothing to do: step {self.step} of training.steps={total} is done")
-        peak, source = peak_flops(self.device, self.param_dtype)
-        logger.info(f"MFU is held against {peak / 1e12:,.3g} TFLOP/s per device: {source}")
-        self.throughput = Throughput(world_size=self.world.size, peak_flops=peak)
+        self.meter = StepMeter(
+            self.config,
+            self.args,
+            self.adapter_params,
+            self.loader,
+            self.place,
+            self.degrees,
+            self.device,
+            self.param_dtype,
+        )
         with ExitStack() as stack:
             if self.main_rank:
                 stack.enter_context(sole_run_in(self.dump_folder))
@@ -242,6 +251,8 @@ class Trainer:
             if metrics is not None:
                 for report in self.reports:
                     metrics.note(report.scalars(), self.step)
+            if self.validator is not None and self.step == 0:
+                self._validate(metrics)
             self.batches = iter(self.loader)
             first = self.step + 1
             while self.step < total:
@@ -253,7 +264,8 @@ class Trainer:
                     if metrics is not None:
                         metrics.log(measured)
                         metrics.note(self.loader.counters(), self.step)
-                self._save_if_due()
+                is_best = self._is_validation_step() and self._validate(metrics)
+                self._save_if_due(is_best)
                 bar.step()
                 profiler.step()
                 collector.step(self.step)
@@ -269,7 +281,7 @@ class Trainer:
             names = (name.removeprefix("packing/").replace("_", " ") for name in counters)
             counted = ", ".join(f"{value:,} {name}" for name, value in zip(names, counters.values(), strict=True))
             logger.info(f"Read by rank 0 so far, with what its buffers hold: {counted}")
-        if shares := self._shares():
+        if shares := self.meter.shares():
             logger.info(f"Tokens by source: {', '.join(f'{name} {share:.2%}' for name, share in shares.items())}")
         logger.info(f"Done: {self.step} steps, {self.tokens_seen:,} tokens")
 
@@ -299,12 +311,14 @@ class Trainer:
             result = (loss_sum, grad_norm)
 
         self.loader.mark_trained(self.loader.global_batch_size)
-        self._count(total, data_wait)
+        self.tokens_seen += self.loader.global_batch_size * self.config.training.seq_len
+        self.meter.count(total, data_wait)
         if self._is_log_step() or self._is_save_step():
             self.divergence.require_finite(self.step)
         if result is None or not self._is_log_step():
             return None
-        return self._measure(*result, batches, lr)
+        loss_sum, grad_norm = result
+        return self.meter.measure(loss_sum, grad_norm, batches, step=self.step, lr=lr, tokens_seen=self.tokens_seen)
 
     def _forward_backward(self, batches: list[Batch], global_targets: int) -> Tensor:
         """Accumulate the gradients of (sum of token losses / target tokens of all ranks). Returns this rank's sum."""
@@ -348,61 +362,40 @@ class Trainer:
         last = self.step == self.config.training.steps
         return checkpoint.enable and (last or self.step % checkpoint.interval == 0)
 
-    def _save_if_due(self) -> None:
-        if self._is_save_step():
+    def _is_validation_step(self) -> bool:
+        if self.validator is None:
+            return False
+        return self.step == self.config.training.steps or self.step % self.config.validation.freq == 0
+
+    def _validate(self, metrics: MetricsLogger | None) -> bool:
+        """Measure the model on the held-out rows. Returns whether it is the best so far, and to be kept."""
+        result = self.validator.run(self.step)
+        if metrics is not None:
+            metrics.log_validation(result)
+        if not self.config.validation.keep_best or self.step == 0:
+            return False
+        if self.best is not None and not result.loss < self.best["loss"]:
+            return False
+        self.best = {"step": self.step, "loss": result.loss}
+        return True
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        """The sum of the token losses of a batch, of this rank's tokens, without gradients."""
+        own = self._own_tokens(batch)
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(own)
+        return self.model(own.tokens, own.document_ids, own.positions, labels=own.labels, loss_fn=self.loss_fn)
+
+    def _save_if_due(self, is_best: bool) -> None:
+        if self._is_save_step() or is_best:
             self._now(f"saving after step {self.step}")
             streamed = isinstance(self.loader, StreamLoader)
             data_state = {self.dp.rank: self.loader.rank_state()} if streamed and self.place.counts_rows else None
             last = self.step == self.config.training.steps
             model_only = last and self.config.checkpoint.last_save_model_only
-            self.checkpoint.save(self.step, self._state(), data_state, model_only=model_only)
+            self.checkpoint.save(self.step, self._state(), data_state, model_only=model_only, best=self.best)
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     def _is_log_step(self) -> bool:
         return self.step in (1, self.config.training.steps) or self.step % self.config.metrics.log_freq == 0
-
-    def _count(self, total: Counts, data_wait: float) -> None:
-        rows, seq_len = self.loader.global_batch_size, self.config.training.seq_len
-        causal_pairs = rows * seq_len * (seq_len + 1) // 2
-        self.tokens_seen += rows * seq_len
-        self.throughput.add(
-            tokens=rows * seq_len,
-            targets=total.targets,
-            rows=rows,
-            documents=total.documents,
-            document_pairs=total.document_pairs,
-            causal_pairs=causal_pairs,
-            padding=rows * seq_len - total.tokens,
-            flops=step_flops(
-                matmul_params=self.args.matmul_params + self.adapter_params,
-                frozen_params=0 if self.lora is None else self.args.matmul_params,
-                attention_width=self.args.n_heads * self.args.head_dim,
-                tokens=total.tokens,
-                pairs=total.pairs,
-            ),
-            data_wait_s=data_wait,
-        )
-
-    def _shares(self) -> dict[str, float]:
-        """Of the tokens trained on so far, by source; empty if there is but one."""
-        shares = self.loader.shares()
-        return shares if len(shares) > 1 else {}
-
-    def _measure(self, loss_sum: Tensor, grad_norm: Tensor, batches: list[Batch], lr: float) -> StepMetrics:
-        """Metrics of this step, the same on every rank (but for memory, which is this rank's)."""
-        loss = StepLoss.over_ranks(loss_sum, batches, self.args, self.degrees, self.place)
-        memory_gib, memory_fraction = device_memory(self.device)
-        return StepMetrics(
-            step=self.step,
-            loss=loss.mean,
-            max_loss=loss.max,
-            attention_imbalance=loss.attention_imbalance,
-            grad_norm=grad_norm.item(),
-            lr=lr,
-            tokens_seen=self.tokens_seen,
-            memory_gib=memory_gib,
-            memory_fraction=memory_fraction,
-            shares=self._shares(),
-            **self.throughput.summary(),
-        )

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from torchtitan_lite.data.collator import Batch, num_targets
 from torchtitan_lite.data.held_out import HeldOutRows
+from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.distributed.mesh import Degrees, Place
 
 
@@ -23,7 +24,7 @@ class ValidationResult:
     step: int
     loss: float  # mean over all target tokens
     targets: int
-    sources: dict[str, float]  # mean of each source's
+    sources: dict[str, float]  # mean of each source's, where it has any
 
     @property
     def perplexity(self) -> float:
@@ -101,10 +102,12 @@ class Validator:
             self.model.train(training)
         dist.all_reduce(sums)
         losses, targets = sums.unbind(1)
-        means = (losses / targets).tolist()  # nan for a source without any target
+        if not targets.sum():
+            raise SourceError("validation: no row has a target token, so that there is no loss to measure")
+        means = (losses / targets).tolist()
         return ValidationResult(
             step=step,
             loss=(losses.sum() / targets.sum()).item(),
             targets=int(targets.sum().item()),
-            sources=dict(zip(self.rows.names, means, strict=True)),
+            sources={name: mean for name, mean in zip(self.rows.names, means, strict=True) if mean == mean},
         )

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from torchtitan_lite.attention.backends import BLOCK_SIZE, unsupported
 from torchtitan_lite.config.checks.optimizer import optimizer_rules
 from torchtitan_lite.config.checks.run import Run
+from torchtitan_lite.config.checks.validation import validation_rules
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.schema import Checkpoint
 from torchtitan_lite.distributed.context_parallel import context_parallel_problems
@@ -31,6 +32,7 @@ AT_LEAST: dict[str, float] = {
     "training.gc_freq": 1,
     "training.seed": 0,
     "lora.rank": 0,
+    "validation.freq": 1,
     "data.packing_window": 1,
     "data.max_documents_per_row": 0,
     "data.streaming_buffer": 1,
@@ -208,6 +210,10 @@ def _saving_and_loading(run: Run) -> Iterator[str]:
         )
 
 
+def _validation(run: Run) -> Iterator[str]:
+    yield from validation_rules(run, (_sequence, _parallelism))
+
+
 INSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _ranges,
     optimizer_rules,
@@ -219,4 +225,5 @@ INSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _compile,
     _lora,
     _saving_and_loading,
+    _validation,
 )

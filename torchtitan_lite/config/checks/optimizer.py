@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.schema import Optimizer
+from torchtitan_lite.models.llama3.lora import ADAPTER_NAMES
 
 
 def optimizer_rules(run: Run) -> Iterator[str]:
@@ -14,7 +15,7 @@ def optimizer_rules(run: Run) -> Iterator[str]:
     yield from _algorithm(run)
     patterns = {f"optimizer.groups: entry {i}: pattern": table.pattern for i, table in enumerate(optimizer.groups, 1)}
     patterns |= {f"optimizer.no_decay: entry {i}": pattern for i, pattern in enumerate(optimizer.no_decay, 1)}
-    yield from _patterns(patterns, None if run.args is None else run.args.parameter_names)
+    yield from _patterns(patterns, None if run.args is None else _names(run))
     for i, table in enumerate(optimizer.groups, 1):
         for name, value in (("lr_factor", table.lr_factor), ("weight_decay", table.weight_decay)):
             if value is not None and value < 0:
@@ -46,6 +47,15 @@ def _algorithm(run: Run) -> Iterator[str]:
             f"{given} with checkpoint.async_mode={checkpoint.async_mode}: torch cannot copy moments of 8 bits for a "
             "save in the background; set async_mode to disabled"
         )
+
+
+def _names(run: Run) -> list[str]:
+    """Of all parameters, those of adapters included."""
+    names = run.args.parameter_names
+    if run.config.lora.rank > 0:
+        layers = [name.removesuffix(".weight") for name in names if re.search(r"\.w[qkvo123]\.weight$", name)]
+        names = names + [f"{layer}.{adapter}" for layer in layers for adapter in ADAPTER_NAMES]
+    return names
 
 
 def _patterns(patterns: Mapping[str, str], names: list[str] | None) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchtitan_lite.config.checks.run import Run
+from torchtitan_lite.config.checks.validation import validation_sources
 from torchtitan_lite.convert.hf import HFWeights
 from torchtitan_lite.convert.weights import WeightsError
 from torchtitan_lite.data.sources.resolve import check_sources
@@ -83,6 +84,7 @@ def _optimizer(run: Run) -> Iterator[str]:
 OUTSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _tokenizer,
     _data,
+    validation_sources,
     _initial_weights,
     _output_folders,
     _metrics,

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from torchtitan_lite.attention.backends import masks_documents
 from torchtitan_lite.config.checks.optimizer import optimizer_warnings
 from torchtitan_lite.config.checks.run import Run
+from torchtitan_lite.config.checks.validation import validation_warnings
 from torchtitan_lite.config.schema import Lora, Parallelism
 from torchtitan_lite.models.llama3.flavors import HF, join_flavor, split_flavor
 from torchtitan_lite.models.llama3.hf_config import read_hf_config, unknown_fields
@@ -27,6 +28,7 @@ def warnings_about(run: Run) -> Iterator[str]:
         if unused:
             yield f"parallelism.{', '.join(unused)}: of no effect without parallelism.pipeline_parallel_degree"
     yield from optimizer_warnings(config.optimizer)
+    yield from validation_warnings(config.validation)
     warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
     if warmup > steps:  # quick trials with few steps are common, and well-defined
         yield (

@@ -13,7 +13,16 @@ from torchtitan_lite.config.schema.data import Data, MixtureSource
 from torchtitan_lite.config.schema.model import Model, ModelArgsOverrides
 from torchtitan_lite.config.schema.parallelism import Parallelism
 from torchtitan_lite.config.schema.run import Checkpoint, Comm, Job, Metrics, Profiling
-from torchtitan_lite.config.schema.training import ActivationCheckpoint, Compile, Lora, LRScheduler, Optimizer, Training
+from torchtitan_lite.config.schema.training import (
+    ActivationCheckpoint,
+    Compile,
+    Lora,
+    LRScheduler,
+    Optimizer,
+    OptimizerGroup,
+    Training,
+)
+from torchtitan_lite.config.schema.validation import Validation
 
 __all__ = [
     "ActivationCheckpoint",
@@ -34,6 +43,7 @@ __all__ = [
     "Parallelism",
     "Profiling",
     "Training",
+    "Validation",
 ]
 
 
@@ -53,5 +63,6 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    validation: Validation = field(default_factory=Validation)
     lora: Lora = field(default_factory=Lora)
     comm: Comm = field(default_factory=Comm)
