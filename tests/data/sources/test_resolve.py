@@ -108,7 +108,10 @@ def test_kinds(folder, monkeypatch):
     for dataset, message in [
         ("json", "dataset=json: needs dataset_path"),
         ("pydoc", r"dataset=pydoc: no such data set. Did you mean pydocs\?"),
-        ("c4", "no such data set. Registered: pydocs; OWNER/NAME for one on the Hugging Face hub; or json, text, "),
+        (
+            "c4",
+            "no such data set. Registered: pydocs, pychat; OWNER/NAME for one on the Hugging Face hub; or json, text, ",
+        ),
         ("./nowhere", "no such folder, and a data set on the Hugging Face hub is OWNER/NAME"),
         ("a/b/c", "no such folder"),
         ("/nowhere", "no such folder"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchtitan_lite.config.checks.run import Run
+from torchtitan_lite.data.chat.encoding import check_chats
 from torchtitan_lite.data.sources.resolve import check_sources
 from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
 
@@ -28,6 +29,7 @@ def _tokenizer(run: Run) -> Iterator[str]:
 
 def _data(run: Run) -> Iterator[str]:
     yield from check_sources(run.config)
+    yield from check_chats(run.config)
 
 
 def _initial_checkpoint(run: Run) -> Iterator[str]:
