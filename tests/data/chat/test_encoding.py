@@ -16,9 +16,8 @@ from torchtitan_lite.data.sources.document import Source
 from torchtitan_lite.data.supervision import is_supervised, tokens_of
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 
-MINIMAL = (
-    "{% for message in messages %}{{ '<|start|>' + message.role + '\n' + message.content + '<|end|>' }}{% endfor %}"
-)
+MINIMAL = TEMPLATES["chatml"].partition("{% if add_generation_prompt %}")[0]
+UNMARKED = MARKED.replace("{%- generation %}{{ ", "{{- ").replace("{% endgeneration %}", "")
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def problem(encoder, messages=None, **chat) -> str:
 EXPECTED = {
     "llama3": ["Yes.<|end|>", "Quite é sure.<|end|>"],
     "chatml": ["Yes.<|end|>", "Quite é sure.<|end|>"],
-    "zephyr": ["\nYes.<eos>", "\nQuite é sure.<eos>"],  # its generation prompt ends before the line end
+    "zephyr": ["Yes.<eos>", "Quite é sure.<eos>"],
     "inst": [" Yes. <eos>", " Quite é sure. <eos>"],
     "tools": ["Yes.<|end|>", "Quite é sure.<|end|>"],
     "marked": ["Yes.<|end|>", "Quite é sure.<|end|>"],
@@ -85,9 +84,8 @@ def test_tokens_are_those_of_transformers(encoder, tmp_path, name):
 
 
 def test_the_markers_say_the_same_as_prefixes(encoder):
-    plain = MARKED.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
     messages = [{"role": "system", "content": "Be brief."}, *TWO_TURNS, USER]  # the last has no answer
-    assert encode(encoder(MARKED), messages).tokens.tolist() == encode(encoder(plain), messages).tokens.tolist()
+    assert encode(encoder(MARKED), messages).tokens.tolist() == encode(encoder(UNMARKED), messages).tokens.tolist()
 
 
 def test_tool_calls_are_answers_and_tool_results_are_not(encoder):
@@ -154,10 +152,10 @@ def test_a_template_without_generation_prompt_would_train_headers(encoder):
             "{{ message.content.split('</think>')[-1] if not loop.last else message.content }}",
             "the messages up to it are rendered in another way alone",
         ),
-        # The end-of-turn token stands behind the last answer only.
+        # A token ends the last message only.
         (
             "{{ message.content }}{% if loop.last %}{{ '<|call|>' }}{% endif %}",
-            "the messages up to it are rendered in another way alone",
+            "the 1 messages before it are rendered in another way alone",
         ),
         # The whole begins with how many messages there are.
         (None, "the 1 messages before it are rendered in another way alone"),
@@ -194,8 +192,7 @@ def test_markers_that_enclose_other_parts_than_the_answers(encoder):
 def test_an_answer_ends_in_one_special_token(encoder, end, said):
     marked = MARKED.replace("'<|end|>' }}{% end", f"{end!r} }}}}{{% end")
     assert said in problem(encoder(marked), TWO_TURNS[:2])
-    prefix = MARKED.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
-    prefix = prefix.replace("message.content + '<|end|>' }}\n", f"message.content + {end!r} }}}}\n")
+    prefix = UNMARKED.replace("message.content + '<|end|>' }}\n", f"message.content + {end!r} }}}}\n")
     assert said.partition(" (")[0] in problem(encoder(prefix), TWO_TURNS[:2])
 
 
@@ -276,7 +273,7 @@ def test_messages_need_a_template_and_text_does_not(encoder, tmp_path):
         encoder(format="prompt_completion"), prompt=[USER], completion=[ANSWER]
     )
     source = Source("chats", "OWNER/NAME", format="messages")
-    with pytest.raises(ChatTemplateError, match="chats: chats need a chat template, but model.hf_assets_path has none"):
+    with pytest.raises(ChatTemplateError, match=r"chats need a chat template, but model\.hf_assets_path has none"):
         encoder_of(source, encoder().tokenizer, str(tmp_path / "tokenizer"))
 
 

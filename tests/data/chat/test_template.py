@@ -1,5 +1,6 @@
 """Renderings, against those of transformers."""
 
+import contextlib
 import json
 
 import pytest
@@ -112,7 +113,7 @@ def test_templates_that_are_none(tmp_path):
     folder = save_chat_tokenizer(tmp_path, "a\n{% if x %}")
     with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja: the chat template is broken at its line 2: "):
         load_chat_template(folder, None)
-    with pytest.raises(ChatTemplateError, match="nowhere.jinja: no such file"):
+    with pytest.raises(ChatTemplateError, match=r"nowhere\.jinja: no such file"):
         load_chat_template(folder, "nowhere.jinja")
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ChatTemplateError, match="cannot be read"):
@@ -131,10 +132,8 @@ def test_a_template_may_refuse_and_may_fail():
 )
 def test_a_template_cannot_leave_its_sandbox(text):
     messages = [USER]
-    try:
+    with contextlib.suppress(BadRecord):
         assert ChatTemplate("t", text).render(messages) == ""
-    except BadRecord:
-        pass
     assert messages == [USER]
 
 
