@@ -38,6 +38,9 @@ _SAMPLE = (
 )
 
 
+_NO_TOKENS = np.empty(0, dtype=np.int32)  # of the same type as those of its neighbours in a batch
+
+
 class Encoded(NamedTuple):
     """The tokens of a document as they are stored (:mod:`torchtitan_lite.data.supervision`), or why it has none."""
 
@@ -118,9 +121,9 @@ class ChatEncoder:
         encoded = []
         for one in laid_out:
             if one is None:
-                encoded.append(Encoded([]))
+                encoded.append(Encoded(_NO_TOKENS))
             elif isinstance(one, BadRecord):
-                encoded.append(Encoded([], str(one)))
+                encoded.append(Encoded(_NO_TOKENS, str(one)))
             else:
                 encoded.append(next(rendered if isinstance(one, Rendering) else paired))
         return encoded
@@ -181,7 +184,7 @@ class ChatEncoder:
                 for number in range(len(rendering.answers)):
                     supervised[self._answer_tokens(rendering, number, ids, offsets, alone)] = True
             except BadRecord as bad:
-                yield Encoded([], str(bad))
+                yield Encoded(_NO_TOKENS, str(bad))
             else:
                 yield Encoded(mark(ids, supervised))
 
@@ -226,11 +229,11 @@ class ChatEncoder:
         wholes = self.tokenizer.encode_batch([prompt + completion for prompt, completion in pairs])
         for (prompt, completion), prompt_ids, ids in zip(pairs, prompts, wholes, strict=True):
             if self.tokenizer.eos_id is None:
-                yield Encoded([], "the tokenizer has no EOS, so that the model would not learn to stop")
+                yield Encoded(_NO_TOKENS, "the tokenizer has no EOS, so that the model would not learn to stop")
             elif ids[: len(prompt_ids)] != prompt_ids:
                 seam = _seam(prompt + completion, len(prompt))
                 yield Encoded(
-                    [],
+                    _NO_TOKENS,
                     f"{seam} are tokenised together, so that the prompt alone would end in other tokens; what works: "
                     "move white space from the end of the prompt to the beginning of the completion, or the other way "
                     "round",
@@ -272,9 +275,7 @@ def check_chats(config: Config) -> list[str]:
         try:
             encoder = encoder_of(source, tokenizer, config.model.hf_assets_path)
         except ChatTemplateError as error:
-            problems.append(
-                f"data.chat_template={source.chat_template}: {error}" if source.chat_template else str(error)
-            )
+            problems.append(str(error))
             continue
         if problem := _problem_of_template(encoder):
             problems.append(problem)
