@@ -191,7 +191,9 @@ def test_chats_that_the_encoder_refuses_are_bad_records(config_of, tmp_path):
 def test_streamed_bad_chats(config_of, tmp_path, workers):
     bad = {"messages": [{"role": "user", "content": "<eos>"}, {"role": "assistant", "content": "x"}]}
     path = write_records(tmp_path / "bad.jsonl", [chat("a"), bad, chat("b")])
-    with pytest.raises(SourceError, match="record 2 of shard 0: its text spells '<eos>'.*data.on_bad_record=skip would"):
+    with pytest.raises(
+        SourceError, match="record 2 of shard 0: its text spells '<eos>'.*data.on_bad_record=skip would"
+    ):
         next(iter(loader_of(config_of(path, streaming=True, num_workers=workers))))
     loader = loader_of(config_of(path, streaming=True, num_workers=workers, on_bad_record="skip"))
     next(iter(loader))

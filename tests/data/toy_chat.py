@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from data.toy_data import save_character_tokenizer
 from tokenizers import Tokenizer
-from toy_data import save_character_tokenizer
 
 SPECIAL = ["<|start|>", "<|end|>", "<|header|>", "<|/header|>", "<|call|>"]
 
