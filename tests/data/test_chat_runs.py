@@ -82,7 +82,7 @@ def test_each_answer_once_with_one_end(config_of, streaming, packing):
 def test_pieces_of_a_chat_keep_their_marks(config_of):
     """Cut at any place, the labels are those of the whole chat but for the first token of each piece."""
     config = config_of(seq_len=16, packing="split")
-    tokenizer, loader = load_tokenizer(config.model.hf_assets_path), loader_of(config)
+    loader = loader_of(config)
     labels = sum(num_targets(batch) for batch in itertools.islice(loader, loader.rows_per_epoch))
     (report,) = loader.reports()
     whole = sum((len(answer) + 1) * (1 + (len(answer) == 3)) for answer in ANSWERS)
@@ -150,7 +150,7 @@ def test_a_resume_goes_on_with_the_same_labels_and_refuses_another_template(conf
     for expected, batch in zip(straight[3:], second, strict=False):
         assert all(a.equal(b) for a, b in zip(expected, batch, strict=True))
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(MARKED + "{# another #}")
-    with pytest.raises(ResumeError, match="chat_template was .*, is now "):
+    with pytest.raises(ResumeError, match=r"chat_template was .*, is now "):
         loader_of(config).load_state_dict(state)
     config.data.train_on = "all"
     with pytest.raises(ResumeError, match="train_on was assistant, is now all; chat_template was"):
@@ -191,9 +191,7 @@ def test_chats_that_the_encoder_refuses_are_bad_records(config_of, tmp_path):
 def test_streamed_bad_chats(config_of, tmp_path, workers):
     bad = {"messages": [{"role": "user", "content": "<eos>"}, {"role": "assistant", "content": "x"}]}
     path = write_records(tmp_path / "bad.jsonl", [chat("a"), bad, chat("b")])
-    with pytest.raises(
-        SourceError, match="record 2 of shard 0: its text spells '<eos>'.*data.on_bad_record=skip would"
-    ):
+    with pytest.raises(SourceError, match=r"record 2 of shard 0: its text spells '<eos>'.*on_bad_record=skip"):
         next(iter(loader_of(config_of(path, streaming=True, num_workers=workers))))
     loader = loader_of(config_of(path, streaming=True, num_workers=workers, on_bad_record="skip"))
     next(iter(loader))
