@@ -173,8 +173,15 @@ def test_a_template_that_writes_earlier_turns_in_another_way(encoder, content, s
 
 
 def test_markers_that_enclose_other_parts_than_the_answers(encoder):
-    template = MARKED.replace("message.role == 'assistant'", "message.role == 'assistant' and loop.last")
-    assert "enclose 1 parts of it, but it has 2 messages of role assistant" in problem(encoder(template), TWO_TURNS)
+    last = encoder(MARKED.replace("message.role == 'assistant'", "message.role == 'assistant' and loop.last"))
+    assert supervised(last, TWO_TURNS) == ["Quite é sure.<|end|>"]  # which the template may want
+    assert "enclose 1 parts of it, but it has 2 messages of role" in problem(
+        last, prompt=TWO_TURNS[:3], completion=TWO_TURNS[3:]
+    )
+    none = encoder(MARKED.replace("message.role == 'assistant'", "message.role == 'nobody'"))
+    assert "enclose 0 parts of it, but it has 2 messages" in problem(none, TWO_TURNS)
+    all_of_it = encoder(MARKED.replace("message.role == 'assistant'", "true"))
+    assert "enclose 4 parts of it, but it has 2 messages" in problem(all_of_it, TWO_TURNS)
     nested = "{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}"
     assert "markers into each other" in problem(encoder(nested), TWO_TURNS)
 

@@ -46,7 +46,9 @@ def render_answers(
         raise BadRecord(f"{part} no message of role assistant to train on; data.train_on=all would train on all of it")
     if template.marks_answers(tools):
         rendering = _unmarked(template.render(messages, tools))
-        if len(rendering.answers) != len(numbers):
+        # Of a prompt's and a completion's answers it must be plain which are which; else a template may leave some out.
+        fewest = len(numbers) if prompt_messages else 1
+        if not fewest <= len(rendering.answers) <= len(numbers):
             raise BadRecord(
                 f"the generation markers of the chat template ({template.where}) enclose {len(rendering.answers)} "
                 f"parts of it, but it has {len(numbers)} messages of role assistant"
