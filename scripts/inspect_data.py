@@ -3,9 +3,11 @@
     python scripts/inspect_data.py train_configs/debug_model.toml
     python scripts/inspect_data.py train_configs/debug_model.toml --row 0 --rows 3 --training.seq_len=2048
     python scripts/inspect_data.py train_configs/debug_model.toml --save row.png
+    python scripts/inspect_data.py train_configs/debug_sft.toml --record 3
 
 Rows are counted as the run reads them: its first step trains on row 0 and those after it. Without --row, one is chosen
-that shows packing well. It needs no accelerator; what is not in the cache yet is tokenised first.
+that shows packing well. What is not trained on (prompts, say) is dim or in brackets. It needs no accelerator; what is
+not in the cache yet is tokenised first.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ import numpy as np
 
 from torchtitan_lite.attention.backends import masks_documents
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.collator import collate_rows
 from torchtitan_lite.data.inspection.command_line import argument_parser, read_command_line, run_script
 from torchtitan_lite.data.inspection.rows import Row, counted, legend, plan_of, row_lines, show_value, token_table
 from torchtitan_lite.data.loader import RowLoader, build_loader
 from torchtitan_lite.data.packing.plan import PackingError
 from torchtitan_lite.data.packing.report import PackingReport, packing_report
-from torchtitan_lite.data.prepared import PreparedSource
+from torchtitan_lite.data.prepared import PreparedSource, prepare_sources
 from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.streaming.stream_loader import build_stream_loader
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -61,6 +64,9 @@ def main(argv: Sequence[str]) -> None:
     # Which rows there are depends on none of these, and they are taken one at a time.
     config.training.local_batch_size, config.training.global_batch_size, config.training.steps = 1, -1, 1
     tokenizer = load_tokenizer(config.model.hf_assets_path)
+    if options.record is not None:
+        show_record(config, tokenizer, options)
+        return
     found = (streamed_rows if config.data.streaming else planned_rows)(config, tokenizer, options.row, options.rows)
     ignoring = attention_that_ignores_documents(config)
 
@@ -74,13 +80,42 @@ def main(argv: Sequence[str]) -> None:
     colour = in_colour(options.color)
     print(legend(colour))
     for row in found.rows:
-        print("\n".join(["", *row_lines(row, tokenizer, width=shutil.get_terminal_size(WIDTH).columns, colour=colour)]))
-        if options.ids:
-            print("\n".join(["", *token_table(row, tokenizer)]))
+        show_row(row, tokenizer, options)
     if options.save:
         save(options.save, found, tokenizer, ignoring)
     if found.failure:
         raise found.failure
+
+
+def show_row(row: Row, tokenizer: Tokenizer, options: argparse.Namespace) -> None:
+    """Prints a row, and its tokens where they are asked for."""
+    width = shutil.get_terminal_size(WIDTH).columns
+    print("\n".join(["", *row_lines(row, tokenizer, width=width, colour=in_colour(options.color))]))
+    if options.ids:
+        print("\n".join(["", *token_table(row, tokenizer)]))
+
+
+def show_record(config: Config, tokenizer: Tokenizer, options: argparse.Namespace) -> None:
+    """Prints one record as it is tokenised, before anything is packed or cut: a chat as the template renders it."""
+    if config.data.streaming:
+        sys.exit("--record: a stream cannot be asked for a record; with --data.streaming=false it can be shown.")
+    name, _, number = options.record.rpartition(":")
+    sources = {source.source.name: source for source in prepare_sources(config, tokenizer)}
+    source = sources.get(name or next(iter(sources)))
+    if source is None or not number.isdecimal():
+        sys.exit(
+            f"--record {options.record}: give a number from 1 on, or SOURCE:NUMBER; there are {', '.join(sources)}."
+        )
+    total = len(source.documents)
+    if not 1 <= int(number) <= total:
+        sys.exit(f"--record {options.record}: {source.source.name} has {total:,} records, 1 to {total}.")
+    tokens = source.documents.data.column("tokens")[int(number) - 1].values.to_numpy()
+    title = f"record {int(number):,} of {source.source.name}"
+    if not len(tokens):
+        sys.exit(f"{title} has no tokens: {source.documents[int(number) - 1]['problem'] or 'it is empty'}.")
+    print(legend(in_colour(options.color)))
+    batch = collate_rows([[tokens]], seq_len=len(tokens), pad_id=0, max_documents_per_row=1)
+    show_row(Row.of(batch, 0, title), tokenizer, options)
 
 
 def own_options() -> argparse.ArgumentParser:
@@ -91,6 +126,11 @@ def own_options() -> argparse.ArgumentParser:
         type=int,
         metavar="K",
         help=f"how many rows to show (default: 1); with data.streaming also to report on (default: {STREAMED_ROWS})",
+    )
+    parser.add_argument(
+        "--record",
+        metavar="[SOURCE:]N",
+        help="show this record of the data (from 1 on) alone, whole and as tokenised, instead of rows",
     )
     parser.add_argument("--ids", action="store_true", help="each token on a line of its own, too")
     parser.add_argument("--no-report", action="store_true", help="rows alone")
@@ -200,7 +240,11 @@ def streamed_rows(config: Config, tokenizer: Tokenizer, first: int | None, count
             f"Of {counted(wanted, 'row')} only {len(rows):,} could be read; what stopped it is said at the end."
         )
     plan = plan_of(rows, config.training.seq_len)
-    report = packing_report(plan, plan.length, f"{counted(len(rows), 'row')} of rank 0's stream")
+    targets = [
+        int(row.is_target[start:end].sum()) for row in rows for document, start, end in row.spans if document >= 0
+    ]
+    name = f"{counted(len(rows), 'row')} of rank 0's stream"
+    report = packing_report(plan, plan.length, name, targets=np.array(targets, dtype=np.int64))
     counts = [f"{value:,} {name.replace('_', ' ')}" for name, value in asdict(loader.counts).items() if value]
     remarks.append(
         f"In the report each piece of a document counts as one. Read so far, also for later rows: {', '.join(counts)}."

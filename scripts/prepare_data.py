@@ -104,7 +104,9 @@ def _what_to_share(config: Config, sources: list[PreparedSource], words: Sequenc
     if "registered" in kinds:
         lines.append(f"  - Python, whose own text it is: {platform.python_version()}")
     if kinds != {"registered"}:
-        lines.append("  - text_field and template")
+        lines.append("  - text_field and template, or of chats format and messages_field")
+    if any(source.encoder.settings for source in sources):
+        lines.append("  - of chats train_on and the chat template's content")
     lines += [
         "  - content of model.hf_assets_path (the tokenizer)",
         "  - training.seq_len, training.seed, data.packing, data.oversize, data.packing_window and",

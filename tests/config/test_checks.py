@@ -136,6 +136,17 @@ def test_shard_degree_against_processes():
     assert check("--parallelism.data_parallel_shard_degree=4", world_size=4) == []
 
 
+def test_a_chat_template_is_tried_before_the_run(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ message.role + ': ' + message.content + eos_token }}{% endfor %}"
+    )
+    problem = only_problem("--training.dataset=pychat", f"--data.chat_template={template}")
+    assert str(template) in problem and "the template adds no generation prompt" in problem
+    assert check("--training.dataset=pychat") == []
+    assert check("--training.dataset=pychat", f"--data.chat_template={template}", "--data.train_on=all") == []
+
+
 TP, CP, PP = (
     f"--parallelism.{name}_parallel_degree=2" for name in ("tensor", "context", "pipeline")
 )  # with two processes or a multiple

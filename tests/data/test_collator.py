@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from torchtitan_lite.data.collator import Batch, collate_rows, num_targets
+from torchtitan_lite.data.supervision import mark
 
 
 def collate(rows, seq_len=8, cap=16):
@@ -68,3 +69,18 @@ def test_batches_share_nothing():
 def test_rows_that_break_the_contract(row, message):
     with pytest.raises(ValueError, match=message):
         collate([[[5]], row], cap=3)
+
+
+def test_a_prompt_has_no_labels_and_the_first_token_of_the_answer_has_one():
+    chat = mark([10, 11, 12, 13, 20, 21, 22], np.arange(7) >= 4)
+    batch = collate([[chat.tolist(), [5, 6]]], seq_len=10)
+    assert batch.tokens.tolist() == [[10, 11, 12, 13, 20, 21, 22, 5, 6, 1]]
+    assert batch.labels.tolist() == [[-100, -100, -100, 20, 21, 22, -100, 6, -100, -100]]
+    assert num_targets(batch) == 3 + 1
+
+
+def test_rows_do_not_share_their_marks():
+    chat, text = mark([3, 4], np.array([False, False])), np.array([3, 4], dtype=np.int32)
+    first, second = collate([[chat]]), collate([[text]])
+    assert num_targets(first) == 0 and num_targets(second) == 1
+    assert first.tokens.tolist() == second.tokens.tolist()

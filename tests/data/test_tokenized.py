@@ -8,6 +8,7 @@ import pytest
 from toy_data import BOS, EOS
 
 from torchtitan_lite.data import tokenized
+from torchtitan_lite.data.chat.encoding import TextEncoder
 from torchtitan_lite.data.tokenized import (
     bad_records,
     cache_folder,
@@ -46,7 +47,7 @@ def tokenize(texts, tokenizer, cache, num_proc=1, problems=None):
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     documents = datasets.Dataset.from_dict(columns, features=features)
     folder = cache_folder(str(cache))
-    return tokenize_documents(documents, tokenizer, num_proc=num_proc, folder=folder, timeout_seconds=60)
+    return tokenize_documents(documents, TextEncoder(tokenizer), num_proc=num_proc, folder=folder, timeout_seconds=60)
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])

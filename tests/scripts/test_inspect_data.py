@@ -9,10 +9,11 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from data.toy_chat import TEMPLATES, TWO_TURNS, save_chat_tokenizer, write_records
 from data.toy_data import save_character_tokenizer, write_jsonl
 
 import scripts.inspect_data as inspect_data
-from torchtitan_lite.config.load import load_config
+from torchtitan_lite.config.load import ConfigError, load_config
 from torchtitan_lite.data.loader import build_loader
 from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.streaming.stream_loader import build_stream_loader
@@ -187,6 +188,64 @@ def test_the_table_of_tokens_follows(inspect):
         str(place) for place in range(16 - sum(int(cells[1]) for cells in table if cells[0] == "..."))
     ]
     assert table[0][:3] == ["0", "0", "<bos>"]
+
+
+@pytest.fixture
+def chat_words(words, tmp_path):
+    """The command line of a run over chats."""
+    save_chat_tokenizer(tmp_path / "tokenizer", TEMPLATES["llama3"])
+    path = write_records(tmp_path / "chats.jsonl", [{"messages": TWO_TURNS}, {"messages": TWO_TURNS[:2]}])
+    base = [word for word in words if "dataset_path" not in word and "seq_len" not in word]
+    return [*base, f"--training.dataset_path={path}", "--training.seq_len=128", "--data.format=messages"]
+
+
+def test_what_is_trained_on_of_chats_is_told_from_the_rest(inspect, chat_words):
+    lines = inspect("--row=0", base=chat_words)
+    assert "↵ newline, → tab, ⟦ ⟧ not trained on" in lines
+    (row,) = shown_rows(lines)
+    assert "⟧Quite é sure.<|end|>" in "".join(row) and "⟧Yes.<|end|>⟦" in "".join(row)
+    answers = len("Yes.") + len("Quite é sure.".encode()) + len("Yes.") + 3
+    assert any(line.split()[:2] == ["targets", str(answers)] for line in lines)
+    coloured = "".join(inspect("--row=0", "--color=always", base=chat_words))
+    assert re.search(r"\033\[(\d+)mYes\.\033\[0m\033\[\1;7m<\|end\|>\033\[0m\033\[\1;2", coloured)
+
+
+def test_a_record_alone_and_whole(inspect, chat_words):
+    lines = inspect("--record=1", "--training.seq_len=16", "--data.oversize=truncate", base=chat_words)
+    assert lines == [
+        "↵ newline, → tab, ⟦ ⟧ not trained on",
+        "",
+        "record 1 of chats · 1 document · 73 of 73 tokens · 20 targets · mask 100% of plain causal attention's pairs",
+        "── document 0 · positions 0-72 · 73 tokens · 20 targets",
+        "│ ⟦<bos><|header|>user<|/header|>↵",
+        "│ ↵",
+        "│ Hi?<|end|><|header|>assistant<|/header|>↵",
+        "│ ↵",
+        "│ ⟧Yes.<|end|>⟦<|header|>user<|/header|>↵",
+        "│ ↵",
+        "│ Sure?<|end|><|header|>assistant<|/header|>↵",
+        "│ ↵",
+        "│ ⟧Quite é sure.<|end|>",
+    ]
+    assert any(line.startswith("record 2 of chats") for line in inspect("--record=chats:2", "--ids", base=chat_words))
+    for record in ("0", "3", "x", "texts:1"):
+        with pytest.raises(SystemExit, match=f"--record {record}: "):
+            inspect("--record", record, base=chat_words)
+    with pytest.raises(SystemExit, match="a stream cannot be asked for a record"):
+        inspect("--record=1", "--data.streaming", base=chat_words)
+
+
+def test_streamed_chats_report_what_is_trained_on(inspect, chat_words):
+    lines = inspect("--data.streaming", "--rows=3", base=chat_words)
+    (targets,) = [int(line.split()[1]) for line in lines if line.split()[:1] == ["targets"]]
+    heads = [re.search(r"(\d+) targets?", row[0])[1] for row in shown_rows(lines)]
+    assert targets == sum(map(int, heads))
+
+
+def test_a_template_that_does_not_serve_is_said_before_anything_is_read(chat_words, tmp_path):
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match="tried on a chat of two messages: messages\\[1\\]: where this answer begins"):
+        inspect_data.main(chat_words)
 
 
 def test_the_picture(inspect, tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ class PackedDataset(torch.utils.data.Dataset):
         return sum(source.plan.num_rows for source in self.sources)
 
     def __getitem__(self, index: tuple[int, int]) -> list[np.ndarray]:
-        """The documents of a row, [length] int32 each."""
+        """The documents of a row, [length] int32 each, as they are stored."""
         source, row = index
         return self.sources[source].row(row)
 
@@ -223,9 +223,11 @@ def _fingerprint(
     }
     if len(sources) == 1:
         fingerprint["text"] = sources[0].fingerprint
+        fingerprint.update(sources[0].encoder.settings)
     else:  # by number: a name may come from where the files lie, and they may be moved
         for number, source in enumerate(sources, 1):
             fingerprint[f"text of source {number}"] = source.fingerprint
+            fingerprint.update({f"{name} of source {number}": value for name, value in source.encoder.settings.items()})
             fingerprint[f"weight of source {number}"] = source.source.weight
             fingerprint[f"epochs of source {number}"] = source.source.epochs
     return fingerprint

@@ -18,9 +18,10 @@ import pyarrow
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.build_lock import built_once
+from torchtitan_lite.data.chat.encoding import Encoder, TextEncoder, encoder_of
 from torchtitan_lite.data.packing.plan import PACKING_VERSION, PackingPlan, PackingSettings, pack, packing_settings
-from torchtitan_lite.data.packing.report import PackingReport, packing_report
-from torchtitan_lite.data.sources.document import Source, SourceError
+from torchtitan_lite.data.packing.report import PackingReport, packing_report, segment_targets
+from torchtitan_lite.data.sources.document import Source, SourceError, bad_record_error
 from torchtitan_lite.data.sources.reading import load_documents
 from torchtitan_lite.data.sources.resolve import sources_of
 from torchtitan_lite.data.tokenized import (
@@ -47,9 +48,10 @@ class PreparedSource:
     plan: PackingPlan
     fingerprint: str  # of the text
     bad_records: int
+    encoder: Encoder
 
     def row(self, index: int) -> list[np.ndarray]:
-        """The documents of a row of the plan, [length] int32 each; read-only views of the cache file."""
+        """The documents of a row of the plan, [length] int32 each, as they are stored; read-only views of the file."""
         tokens = self.documents.data.column("tokens")
         return [
             tokens[document].values.slice(start, length).to_numpy() for document, start, length in self.plan.row(index)
@@ -57,7 +59,10 @@ class PreparedSource:
 
     def report(self) -> PackingReport:
         """What the plan makes of the source."""
-        return packing_report(self.plan, document_lengths(self.documents), self.source.name, self.bad_records)
+        targets = None
+        if not isinstance(self.encoder, TextEncoder):
+            targets = segment_targets(self.plan, self.documents.data.column("tokens"))
+        return packing_report(self.plan, document_lengths(self.documents), self.source.name, self.bad_records, targets)
 
 
 def prepare_sources(config: Config, tokenizer: Tokenizer) -> list[PreparedSource]:
@@ -66,14 +71,17 @@ def prepare_sources(config: Config, tokenizer: Tokenizer) -> list[PreparedSource
     Of several processes that ask at once, one builds and the others wait, ``comm.data_timeout_seconds`` at most.
 
     Raises:
-        SourceError: text that cannot be read, or a source without any document.
+        SourceError: text that cannot be read, a bad record where those are errors, or a source without any document.
         PackingError: a document longer than a row where ``data.oversize`` is ``error``.
         TimeoutError: another process is still building.
     """
-    return [_prepare(source, config, tokenizer) for source in sources_of(config)]
+    return [
+        _prepare(source, config, encoder_of(source, tokenizer, config.model.hf_assets_path))
+        for source in sources_of(config)
+    ]
 
 
-def _prepare(source: Source, config: Config, tokenizer: Tokenizer) -> PreparedSource:
+def _prepare(source: Source, config: Config, encoder: Encoder) -> PreparedSource:
     data, timeout = config.data, config.comm.data_timeout_seconds
     folder = cache_folder(data.cache_dir)
     cache_dir = None if data.cache_dir is None else os.path.expanduser(data.cache_dir)
@@ -85,16 +93,19 @@ def _prepare(source: Source, config: Config, tokenizer: Tokenizer) -> PreparedSo
             source, on_bad_record=data.on_bad_record, num_proc=data.num_proc, cache_dir=cache_dir
         )
         tokenized = tokenize_documents(
-            documents, tokenizer, num_proc=data.num_proc, folder=folder, timeout_seconds=timeout
+            documents, encoder, num_proc=data.num_proc, folder=folder, timeout_seconds=timeout
         )
+        skipped, problems = bad_records(tokenized, _PROBLEMS_SHOWN)
+        if skipped and data.on_bad_record == "error":  # those of the reading have ended the run already
+            more = f" (and {skipped - 1:,} more bad records among {len(tokenized):,})" if skipped > 1 else ""
+            raise bad_record_error(f"{source.name}: {problems[0]}{more}")
         plan = _planned(folder, tokenized, packing_settings(config))
-    skipped, problems = bad_records(tokenized, _PROBLEMS_SHOWN)
     if skipped:
         more = f"; and {skipped - len(problems):,} more" if skipped > len(problems) else ""
         logger.warning(f"{source.name}: {skipped:,} bad records left out: {'; '.join(problems)}{more}")
     if plan.num_rows == 0:
-        raise SourceError(_no_samples(source, plan, len(tokenized), skipped))
-    return PreparedSource(source, tokenized, plan, text_fingerprint(tokenized), skipped)
+        raise SourceError(_no_samples(source, plan, len(tokenized), skipped, problems))
+    return PreparedSource(source, tokenized, plan, text_fingerprint(tokenized), skipped, encoder)
 
 
 @contextlib.contextmanager
@@ -113,7 +124,9 @@ def _cache_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _no_samples(source: Source, plan: PackingPlan, documents: int, skipped: int) -> str:
+def _no_samples(source: Source, plan: PackingPlan, documents: int, skipped: int, problems: list[str]) -> str:
+    if skipped == documents:
+        return f"{source.name}: no samples, all of its {skipped:,} records are bad, the first one for {problems[0]}."
     if plan.dropped_documents:
         return (
             f"{source.name}: no samples, as data.oversize=drop leaves out all {plan.dropped_documents:,} documents: "

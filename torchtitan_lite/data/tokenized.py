@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow.compute
 
 from torchtitan_lite.data.build_lock import built_once
+from torchtitan_lite.data.chat.encoding import Encoder
 from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.sources.reading import progress_on_terminal
-from torchtitan_lite.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +55,21 @@ def cache_error(folder: Path, error: OSError) -> SourceError:
 
 
 def tokenize_documents(
-    documents: datasets.Dataset, tokenizer: Tokenizer, *, num_proc: int, folder: Path, timeout_seconds: float
+    documents: datasets.Dataset, encoder: Encoder, *, num_proc: int, folder: Path, timeout_seconds: float
 ) -> datasets.Dataset:
-    """Tokenises the column ``text``: one row of ``tokens`` (int32, BOS and EOS included) for each document.
+    """Tokenises the column ``text``: one row of ``tokens`` (int32, as they are stored) for each document.
 
     A document without text (nothing but white space) gets no tokens, so that row i is always document i. ``problem``
-    is handed on, ``text_hash`` is 64 bits of the text's BLAKE2 digest.
+    is handed on, or says why the encoder made no tokens of it. ``text_hash`` is 64 bits of the text's BLAKE2 digest.
 
-    The result lies in ``folder`` under a name made of the documents' and the tokenizer's fingerprints. Of several
+    The result lies in ``folder`` under a name made of the documents' and the encoder's fingerprints. Of several
     processes that ask at once, one builds it and the others wait.
 
     Args:
         num_proc: processes to tokenise with. 1: this one, with a thread per core.
         timeout_seconds: how long to wait for another process that builds.
     """
-    identity = f"{_CACHE_VERSION} {documents._fingerprint} {tokenizer.fingerprint}"
+    identity = f"{_CACHE_VERSION} {documents._fingerprint} {encoder.fingerprint}"
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
     file = folder / f"{fingerprint}.arrow"
     with (
@@ -81,7 +81,8 @@ def tokenize_documents(
             logger.info(f"Tokenising {len(documents):,} documents, once; the tokens are kept in {folder}")
         return documents.map(
             _tokenize_batch,
-            fn_kwargs={"tokenizer": tokenizer},
+            fn_kwargs={"encoder": encoder},
+            with_indices=True,
             batched=True,
             batch_size=_batch_size(documents),
             num_proc=None if num_proc == 1 else num_proc,
@@ -117,15 +118,18 @@ def bad_records(tokenized: datasets.Dataset, most: int) -> tuple[int, list[str]]
     return count, problems.drop_null().slice(0, most).to_pylist() if count else []
 
 
-def _tokenize_batch(batch: dict[str, list], tokenizer: Tokenizer) -> dict[str, list]:
-    encoded = tokenizer.encode_batch(batch["text"])
+def _tokenize_batch(batch: dict[str, list], indices: list[int], encoder: Encoder) -> dict[str, list]:
+    encoded = encoder.encode_batch(batch["text"])
     return {
-        "tokens": [ids if text.strip() else [] for text, ids in zip(batch["text"], encoded, strict=True)],
+        "tokens": [one.tokens for one in encoded],
         "text_hash": [
             int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
             for text in batch["text"]
         ],
-        "problem": batch["problem"],
+        "problem": [
+            f"record {index + 1:,}: {one.problem}" if one.problem else problem
+            for index, one, problem in zip(indices, encoded, batch["problem"], strict=True)
+        ],
     }
 
 

@@ -72,6 +72,11 @@ class Tokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
 
+def tokenizer_folder(hf_assets_path: str) -> Path:
+    """The folder that ``model.hf_assets_path`` names, which need not exist."""
+    return DEBUG_TOKENIZER if hf_assets_path == "debug" else Path(hf_assets_path).expanduser()
+
+
 def load_tokenizer(hf_assets_path: str) -> Tokenizer:
     """Loads the tokenizer of a Hugging Face folder, or the one shipped with the package for ``"debug"``.
 
@@ -82,7 +87,7 @@ def load_tokenizer(hf_assets_path: str) -> Tokenizer:
     Raises:
         TokenizerError: no such folder, no readable ``tokenizer.json``, or a BOS/EOS that is not in the vocabulary.
     """
-    folder = DEBUG_TOKENIZER if hf_assets_path == "debug" else Path(hf_assets_path).expanduser()
+    folder = tokenizer_folder(hf_assets_path)
     if not folder.is_dir():
         raise TokenizerError(
             f"model.hf_assets_path={hf_assets_path}: no such folder. Give a local folder that holds tokenizer.json "

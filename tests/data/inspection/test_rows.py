@@ -6,7 +6,7 @@ import tokenizers
 import torch
 from toy_data import EOS
 
-from torchtitan_lite.data.collator import IGNORE_INDEX, PADDING_ID, Batch, collate_rows
+from torchtitan_lite.data.collator import PADDING_ID, Batch, collate_rows
 from torchtitan_lite.data.inspection.rows import (
     Row,
     Span,
@@ -20,6 +20,7 @@ from torchtitan_lite.data.inspection.rows import (
 )
 from torchtitan_lite.data.packing.plan import PackingPlan
 from torchtitan_lite.data.packing.report import packing_report
+from torchtitan_lite.data.supervision import mark
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 RESET = "\033[0m"
@@ -32,15 +33,14 @@ def tokenizer(character_folder) -> Tokenizer:
 
 @pytest.fixture
 def row_of(tokenizer):
-    """A row of documents given as text; the tokens of ``masked`` documents, up to a place, have no target."""
+    """A row of documents given as text; the tokens of ``masked`` documents, up to a place, are not supervised."""
 
     def make(*texts, seq_len=None, masked=(), origins=()) -> Row:
-        documents = [np.array(tokenizer.encode(text)) for text in texts]
+        documents = [np.array(tokenizer.encode(text), dtype=np.int32) for text in texts]
+        for document, places in masked:
+            documents[document] = mark(documents[document], np.arange(len(documents[document])) >= places)
         seq_len = sum(map(len, documents)) if seq_len is None else seq_len
         batch = collate_rows([documents], seq_len=seq_len, pad_id=EOS, max_documents_per_row=seq_len)
-        starts = np.cumsum([0, *map(len, documents)])
-        for document, places in masked:
-            batch.labels[0, starts[document] : starts[document] + places] = IGNORE_INDEX
         return Row.of(batch, 0, "row 5", origins)
 
     return make
@@ -52,11 +52,11 @@ def test_a_row_without_colour(row_of, tokenizer):
     assert row_lines(row, tokenizer, width=100, colour=False) == [
         "row 5 · 2 documents · 16 of 20 tokens · 14 targets · mask 42% of plain causal attention's pairs",
         "── document 0 · positions 0-3 · 4 tokens · 3 targets · record 8",
-        "│ <bos>ab⟦<eos>⟧",
+        "│ ⟦<bos>⟧ab<eos>",
         "── document 1 · positions 0-11 · 12 tokens · 11 targets · record 3",
-        "│ <bos>two↵",
+        "│ ⟦<bos>⟧two↵",
         "│ lines↵",
-        "│ ⟦<eos>⟧",
+        "│ <eos>",
         "... 4 padding",
     ]
 
@@ -67,25 +67,25 @@ def test_a_row_in_colour(row_of, tokenizer):
     assert lines[0].startswith("\033[1mrow 5 · ") and lines[0].endswith(RESET)
     assert lines[1:6] == [
         f"\033[1;36m── document 0 · positions 0-2 · 3 tokens · 2 targets{RESET}",
-        f"\033[36m│ {RESET}\033[36;7m<bos>{RESET}\033[36ma{RESET}\033[36;2;7m<eos>{RESET}",
+        f"\033[36m│ {RESET}\033[36;2;7m<bos>{RESET}\033[36ma{RESET}\033[36;7m<eos>{RESET}",
         f"\033[1;33m── document 1 · positions 0-4 · 5 tokens · 4 targets{RESET}",
-        f"\033[33m│ {RESET}\033[33;7m<bos>{RESET}\033[33mb↵{RESET}",
-        f"\033[33m│ {RESET}\033[33mc{RESET}\033[33;2;7m<eos>{RESET}",
+        f"\033[33m│ {RESET}\033[33;2;7m<bos>{RESET}\033[33mb↵{RESET}",
+        f"\033[33m│ {RESET}\033[33mc{RESET}\033[33;7m<eos>{RESET}",
     ]
     codes = [line.split("m", 1)[0] for line in lines if "── document" in line]
     assert codes == ["\033[1;36", "\033[1;33", "\033[1;32", "\033[1;35", "\033[1;36"]  # neighbours differ
     assert lines[-1] == "... 1 padding"
-    assert legend(colour=True) == "↵ newline, → tab, dim: no target, reversed: special token"
-    assert legend(colour=False) == "↵ newline, → tab, ⟦ ⟧ no target"
+    assert legend(colour=True) == "↵ newline, → tab, dim: not trained on, reversed: special token"
+    assert legend(colour=False) == "↵ newline, → tab, ⟦ ⟧ not trained on"
 
 
 def test_a_masked_prompt_is_dim_or_in_brackets(row_of, tokenizer):
     row = row_of("Q? A.", masked=[(0, 4)])  # <bos>, Q, ? and the space
     head, text = row_lines(row, tokenizer, width=100, colour=False)[1:]
-    assert head == "── document 0 · positions 0-6 · 7 tokens · 2 targets"
-    assert text == "│ ⟦<bos>Q? ⟧A.⟦<eos>⟧"
+    assert head == "── document 0 · positions 0-6 · 7 tokens · 3 targets"
+    assert text == "│ ⟦<bos>Q? ⟧A.<eos>"
     text = row_lines(row, tokenizer, width=100, colour=True)[2]
-    dim, plain, last = f"\033[36;2mQ? {RESET}", f"\033[36mA.{RESET}", f"\033[36;2;7m<eos>{RESET}"
+    dim, plain, last = f"\033[36;2mQ? {RESET}", f"\033[36mA.{RESET}", f"\033[36;7m<eos>{RESET}"
     assert text == f"\033[36m│ {RESET}\033[36;2;7m<bos>{RESET}{dim}{plain}{last}"
 
 
@@ -95,13 +95,13 @@ def test_a_mask_that_ends_within_a_character(row_of, tokenizer, places):
     row = row_of("é語", masked=[(0, places)])
     text = row_lines(row, tokenizer, width=100, colour=False)[2]
     expected = {2: "⟦<bos>⟧é語", 3: "⟦<bos>é⟧語", 4: "⟦<bos>é⟧語", 5: "⟦<bos>é⟧語"}[places]
-    assert text == f"│ {expected}⟦<eos>⟧"
+    assert text == f"│ {expected}<eos>"
 
 
 def test_spelled_special_tokens_are_told_from_real_ones(row_of, tokenizer):
     row = row_of("<eos>")
     text = row_lines(row, tokenizer, width=100, colour=True)[2]
-    assert f"\033[36m<eos>{RESET}\033[36;2;7m<eos>{RESET}" in text
+    assert f"\033[36m<eos>{RESET}\033[36;7m<eos>{RESET}" in text
 
 
 def test_lines_are_as_wide_as_the_terminal_at_most(row_of, tokenizer):
@@ -109,10 +109,11 @@ def test_lines_are_as_wide_as_the_terminal_at_most(row_of, tokenizer):
     lines = row_lines(row, tokenizer, width=20, colour=False)
     text = [line for line in lines if line.startswith("│ ")]
     assert text == [
-        "│ <bos>" + "x" * 13,
-        "│ " + "x" * 17 + "↵",
+        "│ ⟦<bos>⟧" + "x" * 11,
+        "│ " + "x" * 18,
+        "│ x↵",
         "│ " + "語" * 9,  # two columns each
-        "│ 語⟦<eos>⟧",
+        "│ 語<eos>",
     ]
     assert all(len(line) <= 20 for line in lines)
     assert " ".join(" ".join(line.split()) for line in lines[: lines.index(text[0])]).endswith("a long name,")

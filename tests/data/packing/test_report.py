@@ -86,11 +86,12 @@ def test_lines_hold_every_number_and_stay_narrow():
     report = report_of([1, 2, 3, 5, 5, 5, 5, 0, 40, 41], 8, name="web", oversize="drop")
     lines = report.lines()
     assert lines[0] == "Packing of web"
-    found = {line[2:21].strip(): line[21:].split()[0] for line in lines[1:14]}
+    found = {line[2:21].strip(): line[21:].split()[0] for line in lines[1:15]}
     assert found == {
         "documents": "7",
         "split": "0",
         "truncated": "0",
+        "untrained": "0",
         "dropped documents": "2",
         "empty documents": "1",
         "bad records": "0",
@@ -99,10 +100,10 @@ def test_lines_hold_every_number_and_stay_narrow():
         "rows": "4",
         "documents per row": "1.75",
         "padding": "18.75%",
-        "targets": "59.38%",
+        "targets": "19",
         "mask density": f"{(1 + 3 + 6 + 4 * 15) / (4 * 36):.2%}",
     }
-    bars = {line.split()[0]: line.count("#") for line in lines[15:]}
+    bars = {line.split()[0]: line.count("#") for line in lines[16:]}
     assert bars == {"1": 13, "2": 25, "4": 50, "8": 0, "16": 0, "32": 25}  # 1, 2, 4, 0, 0 and 2 documents
     assert all(len(line) <= 100 and line.isascii() and line == line.rstrip() for line in lines)
 
@@ -123,6 +124,7 @@ def test_scalars():
             "packing/documents_per_row": 1.0,
             "packing/tokens_lost(%)": 100 * 20 / 42,
             "packing/mask_density(%)": 100 * (55 + 10 + 36) / 165,
+            "packing/supervised(%)": 100 * (22 - 3) / 22,
         }
     )
     assert "packing/web/padding(%)" in report_of([4], 10, name="web").scalars()

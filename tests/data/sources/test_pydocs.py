@@ -6,7 +6,8 @@ import pytest
 
 from torchtitan_lite.data.sources import pydocs as module
 from torchtitan_lite.data.sources.document import Document
-from torchtitan_lite.data.sources.pydocs import DATASETS, RegisteredShards, load_registered, pydocs
+from torchtitan_lite.data.sources.pydocs import pydocs
+from torchtitan_lite.data.sources.registered import DATASETS, RegisteredShards, load_registered
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from toy_files import COMPRESS, write_arrow, write_parquet
 
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.data.sources.document import Document, Source, SourceError
-from torchtitan_lite.data.sources.pydocs import DATASETS
 from torchtitan_lite.data.sources.reading import load_documents, open_shards, progress_on_terminal
+from torchtitan_lite.data.sources.registered import DATASETS
 from torchtitan_lite.data.sources.resolve import sources_of
 
 

@@ -3,7 +3,7 @@ from toy_data import write_jsonl
 
 from torchtitan_lite.config.schema import Config, MixtureSource
 from torchtitan_lite.data.sources.document import Source, SourceError
-from torchtitan_lite.data.sources.resolve import check_sources, kind_of, sources_of
+from torchtitan_lite.data.sources.resolve import check_sources, format_of, kind_of, sources_of
 
 
 def config(*, mix=(), dataset="pydocs", dataset_path=None, **data) -> Config:
@@ -108,7 +108,10 @@ def test_kinds(folder, monkeypatch):
     for dataset, message in [
         ("json", "dataset=json: needs dataset_path"),
         ("pydoc", r"dataset=pydoc: no such data set. Did you mean pydocs\?"),
-        ("c4", "no such data set. Registered: pydocs; OWNER/NAME for one on the Hugging Face hub; or json, text, "),
+        (
+            "c4",
+            "no such data set. Registered: pydocs, pychat; OWNER/NAME for one on the Hugging Face hub; or json, text, ",
+        ),
         ("./nowhere", "no such folder, and a data set on the Hugging Face hub is OWNER/NAME"),
         ("a/b/c", "no such folder"),
         ("/nowhere", "no such folder"),
@@ -165,6 +168,45 @@ def test_settings_of_sources_with_fields_alone(folder, name, value):
         assert problem(**settings, **{name: value}) == "data." + said
     assert problem(dataset_path=folder / "a.jsonl", **{name: value}) is None
     assert problem(mix=[{"dataset_path": f"{folder}/a.txt", name: value}]) == "data.mix, table 1: " + said
+
+
+CHAT = {"messages_field": "talk", "chat_template": "x.jinja", "train_on": "all"}
+
+
+@pytest.mark.parametrize("name", CHAT)
+def test_settings_of_chats_alone(folder, name):
+    said, path = f"{name}={CHAT[name]!r}: nothing would use it; ", folder / "a.jsonl"
+    setting = {name: CHAT[name]}
+    assert problem(dataset_path=path, format="messages", **setting) is None
+    assert problem(mix=[{"dataset_path": str(path), "format": "messages", **setting}]) is None
+    assert problem(mix=[{"dataset_path": str(path), "format": "messages"}, {}], **setting) is None  # inherited by one
+    assert problem(dataset="owner/name", format="messages", **setting) is None
+    readers = "messages" if name == "messages_field" else "messages and prompt_completion"
+    assert problem(dataset_path=path, **setting) == f"data.{said}only format={readers} does"
+    assert problem(**setting).startswith(f"data.{said}")
+    of_registered = problem(dataset="pychat", **setting)
+    of_pairs = problem(dataset_path=path, format="prompt_completion", **setting)
+    if name == "messages_field":
+        assert of_registered == f"data.{said}text files and registered data sets have no fields"
+        assert of_pairs == f"data.{said}only format=messages does"
+    else:
+        assert of_registered is None and of_pairs is None
+
+
+def test_formats(folder):
+    path = folder / "a.jsonl"
+    for name, value in (("text_field", "body"), ("template", "{a}")):
+        said = f"data.{name}={value!r}: nothing would use it; only format=text does"
+        assert problem(dataset_path=path, format="messages", **{name: value}) == said
+    of_its_own = "nothing would use it; text files and registered data sets have a format of their own"
+    for settings in ({}, {"dataset": "pychat"}, {"dataset_path": folder / "a.txt"}):
+        assert problem(format="messages", **settings) == f"data.format='messages': {of_its_own}"
+    tables = [{}, {"dataset": "pychat"}, {"dataset_path": f"{folder}/a.txt"}, {"dataset_path": str(path)}]
+    tables.append({"dataset_path": str(path), "format": "text"})
+    sources = sources_of(config(mix=tables, format="prompt_completion"))
+    assert [format_of(source) for source in sources] == ["text", "messages", "text", "prompt_completion", "text"]
+    said = problem(dataset="pychat", dataset_path=path)
+    assert "dataset=pychat: with a dataset_path, this must be one of json, text, parquet, arrow" in said
 
 
 def test_templates(folder):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from toy_stream import ToyShards, numbered
 
+from torchtitan_lite.data.chat.encoding import TextEncoder
 from torchtitan_lite.data.packing.plan import permutation
 from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.streaming.lanes import ChunkFeed, ChunkReader, Lane, Position, _Requests, largest_divisor
@@ -142,7 +143,7 @@ def feed_of(tokenizer):
                 for number, shards in enumerate(sources)
             ],
             turns or [0] * len(sources),
-            tokenizer,
+            [TextEncoder(tokenizer)] * len(sources),
         )
         assert pickle.loads(pickle.dumps(reader))  # as a worker gets it where processes are not forked
         return ChunkFeed(reader, sources=len(sources), lanes=lanes, workers=workers, prefetch_factor=prefetch_factor)
@@ -171,7 +172,7 @@ def test_a_reader_takes_its_lanes_in_turn_until_they_end(tokenizer):
         lane_of(numbered(70), epochs=2, position=Position(1)),
         lane_of(numbered(10), epochs=2),
     ]
-    reader = ChunkReader([lanes, [lane_of(numbered(1), epochs=1)]], [2, 0], tokenizer)
+    reader = ChunkReader([lanes, [lane_of(numbered(1), epochs=1)]], [2, 0], [TextEncoder(tokenizer)] * 2)
     chunks = [reader[0] for _ in range(4)]
     assert [(chunk.lane, len(chunk.lengths)) for chunk in chunks] == [(2, 10), (1, 64), (2, 10), (1, 6)]
     assert reader[0] is None and reader[0] is None

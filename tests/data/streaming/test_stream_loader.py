@@ -10,6 +10,7 @@ from toy_data import BOS, EOS, write_jsonl
 from toy_stream import ToyShards, numbered
 
 from torchtitan_lite.config.schema import Config, MixtureSource
+from torchtitan_lite.data.chat.encoding import TextEncoder
 from torchtitan_lite.data.packing.plan import PackingError
 from torchtitan_lite.data.resume import ResumeError
 from torchtitan_lite.data.sources.document import Source, SourceError
@@ -47,6 +48,7 @@ def loader_of(character_folder):
             list(shards),
             sources,
             tokenizer,
+            [TextEncoder(tokenizer)] * len(sources),
             config=config,
             dp_rank=dp_rank,
             dp_degree=dp_degree,

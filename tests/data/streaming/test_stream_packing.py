@@ -163,6 +163,7 @@ def test_rows_follow_the_rule_and_hold_every_token_once(case):
         truncated=len(over) if case["oversize"] == "truncate" else 0,
         dropped=len(over) if case["oversize"] == "drop" else 0,
         tokens_lost=lost,
+        untrained=len(over) if case["oversize"] == "truncate" and seq_len == 1 else 0,  # one token predicts none
     )
     read = sorted(token for row in rows for piece in row for token in piece)
     pieces = cut(documents, seq_len, case["strategy"], case["oversize"])
@@ -345,7 +346,7 @@ def test_misuse():
 
 
 def test_counts_add_up():
-    total = StreamCounts(1, 2, 3, 4, 5, 6) + StreamCounts(10, 20, 30, 40, 50, 60)
+    total = StreamCounts(1, 2, 3, 4, 5, 6, 7) + StreamCounts(10, 20, 30, 40, 50, 60, 70)
     assert asdict(total) == {
         "documents": 11,
         "empty": 22,
@@ -353,4 +354,16 @@ def test_counts_add_up():
         "dropped": 44,
         "tokens_lost": 55,
         "skipped": 66,
+        "untrained": 77,
     }
+
+
+def test_a_chat_truncated_to_its_prompt_is_counted():
+    packer = packer_of(4, 4, "greedy", "truncate")
+    prompt = [~5, ~6, ~7, ~8]
+    packer.add(np.array([*prompt, 9, 10]))  # nothing of the answer is left
+    packer.add(np.array([*prompt[:3], 9, 10]))
+    packer.add(np.array(prompt[:3]))  # not truncated
+    packer.finish()
+    assert (packer.counts.truncated, packer.counts.untrained) == (2, 1)
+    assert packer.next_row()[0].tolist() == prompt  # marks and all

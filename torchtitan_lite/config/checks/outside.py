@@ -11,6 +11,7 @@ from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.checks.validation import validation_sources
 from torchtitan_lite.convert.hf import HFWeights
 from torchtitan_lite.convert.weights import WeightsError
+from torchtitan_lite.data.chat.encoding import check_chats
 from torchtitan_lite.data.sources.resolve import check_sources
 from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
 
@@ -31,6 +32,7 @@ def _tokenizer(run: Run) -> Iterator[str]:
 
 def _data(run: Run) -> Iterator[str]:
     yield from check_sources(run.config)
+    yield from check_chats(run.config)
 
 
 def _initial_weights(run: Run) -> Iterator[str]:

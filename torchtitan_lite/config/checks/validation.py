@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.schema import Validation
+from torchtitan_lite.data.chat.encoding import check_chats
 from torchtitan_lite.data.held_out import validation_config
 from torchtitan_lite.data.sources.resolve import check_sources
 
@@ -50,7 +51,8 @@ def validation_sources(run: Run) -> Iterator[str]:
     validation = run.config.validation
     named = validation.dataset is not None or validation.dataset_path is not None
     if validation.enable and (named or validation.mix):
-        for problem in check_sources(validation_config(run.config)):
+        own = validation_config(run.config)
+        for problem in [*check_sources(own), *check_chats(own)]:
             given = problem.removeprefix("training.").replace("data.mix", "validation.mix")
             yield given if given.startswith("validation.") else f"validation.{given}"
 

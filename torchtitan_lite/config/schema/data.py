@@ -26,7 +26,7 @@ class MixtureSource:
     """Passes over this source before it drops out of the mixture, reshuffled each time. 0: no end."""
 
     subset: str | None = None
-    """As data.subset, which holds where this is unset; likewise split, revision, text_field, template."""
+    """As data.subset, which holds where this is unset; likewise split, revision and all below."""
 
     split: str | None = None
     """As data.split."""
@@ -40,6 +40,18 @@ class MixtureSource:
     template: str | None = None
     """As data.template."""
 
+    format: Literal["text", "messages", "prompt_completion"] | None = None
+    """As data.format."""
+
+    messages_field: str | None = None
+    """As data.messages_field."""
+
+    chat_template: str | None = None
+    """As data.chat_template."""
+
+    train_on: Literal["assistant", "all"] | None = None
+    """As data.train_on."""
+
 
 @dataclass
 class Data:
@@ -49,6 +61,21 @@ class Data:
     template: str | None = None
     """Text of a document made from several fields, as in "{title}\\n\\n{body}"; replaces text_field. {{ and }} stand
     for braces."""
+
+    format: Literal["text", "messages", "prompt_completion"] = "text"
+    """What a record is. text: a document; messages: a chat, a list of messages with role and content;
+    prompt_completion: what is given and what is learned, in fields of these names, both text or both lists of messages.
+    """
+
+    messages_field: str = "messages"
+    """Field that holds the list of messages, for format = "messages". Tools are read from the field tools."""
+
+    chat_template: str | None = None
+    """Jinja file that renders chats. Unset: the template in model.hf_assets_path."""
+
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Tokens of a chat that are trained on: the assistant's answers (of prompt and completion, the completion), each
+    with its end-of-turn token, or all."""
 
     subset: str | None = None
     """Subset (its configuration name) of a Hugging Face data set."""

@@ -12,6 +12,7 @@ from torchtitan_lite.config.checks import AT_LEAST
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.load import ConfigError, load_config
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.chat.encoding import check_chats
 from torchtitan_lite.data.packing.plan import PackingError
 from torchtitan_lite.data.sources.document import SourceError
 from torchtitan_lite.data.sources.resolve import check_sources
@@ -57,7 +58,7 @@ def read_command_line(
         for name, least in AT_LEAST.items()
         if name.startswith(OF_DATA) and value_of(config, name) < least
     ]
-    problems += check_sources(config)
+    problems += check_sources(config) + check_chats(config)
     if problems:
         raise ConfigError(problems)
     return options, config, words

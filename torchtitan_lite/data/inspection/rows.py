@@ -48,6 +48,11 @@ class Row:
         return cls(name, *(field[index].numpy() for field in batch), origins)
 
     @property
+    def is_target(self) -> np.ndarray:
+        """Which tokens are to be predicted, [seq] bool: those that are the label of the one before them."""
+        return np.concatenate([[False], self.labels[:-1] != IGNORE_INDEX])
+
+    @property
     def spans(self) -> list[Span]:
         """Documents and padding from left to right."""
         starts = np.flatnonzero(np.diff(self.document_ids, prepend=self.document_ids[0] - 1)).tolist()
@@ -106,7 +111,7 @@ def counted(number: int, what: str) -> str:
 
 def legend(colour: bool) -> str:
     """What the signs in the text of :func:`row_lines` mean."""
-    masked = "dim: no target" if colour else f"{MASKED[0]} {MASKED[1]} no target"
+    masked = "dim: not trained on" if colour else f"{MASKED[0]} {MASKED[1]} not trained on"
     return f"{NEWLINE} newline, {TAB} tab, {masked}" + (", reversed: special token" if colour else "")
 
 
@@ -197,13 +202,13 @@ class _Cell(NamedTuple):
 
 
 def _runs(row: Row, start: int, end: int, tokenizer: Tokenizer) -> Iterator[_Run]:
-    """A document's text, cut where tokens begin or cease to be masked or special.
+    """A document's text, cut where tokens begin or cease to be masked (nothing is trained to predict them) or special.
 
     A token may be part of a character. So the document is decoded as a whole, and a cut that meets a character is put
     before it.
     """
     tokens = row.tokens[start:end]
-    masked = row.labels[start:end] == IGNORE_INDEX
+    masked = ~row.is_target[start:end]
     special = np.isin(tokens, _special_ids(tokenizer))
     cuts = np.flatnonzero(np.diff(masked.astype(int) + 2 * special, prepend=-1)).tolist()
     text = tokenizer.decode(tokens.tolist())

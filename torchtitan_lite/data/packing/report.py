@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow
 
 from torchtitan_lite.data.packing.plan import PackingPlan
+from torchtitan_lite.data.supervision import is_supervised
 
 BAR_WIDTH = 50
 
@@ -30,6 +32,8 @@ class PackingReport:
     max_documents_in_row: int
     attended_pairs: int  # (query, key) pairs of the block-causal mask, padding left out
     length_bins: tuple[tuple[int, int], ...]  # (n, documents of n to 2n - 1 tokens), n = 1, 2, 4, ...; before any cut
+    targets: int  # tokens to be predicted, in the rows: those with one before them, of chats the supervised ones
+    untrained_documents: int  # truncated so that no target is left
 
     @property
     def documents_per_row(self) -> float:
@@ -42,8 +46,13 @@ class PackingReport:
 
     @property
     def target_fraction(self) -> float:
-        """Share of the rows' positions with a next token of the same document, before any masking of prompts."""
-        return _ratio(self.tokens - self.segments, self.rows * self.seq_len)
+        """Share of the rows' positions that have a target."""
+        return _ratio(self.targets, self.rows * self.seq_len)
+
+    @property
+    def supervised_fraction(self) -> float:
+        """Share of the rows' tokens that are to be predicted."""
+        return _ratio(self.targets, self.tokens)
 
     @property
     def lost_fraction(self) -> float:
@@ -60,6 +69,7 @@ class PackingReport:
         special = [f"{self.split_documents:,} split", f"{self.empty_documents:,} empty"]
         special += [f"{self.bad_records:,} bad"] * (self.bad_records > 0)
         special += [f"{self.truncated_documents:,} truncated"] * (self.truncated_documents > 0)
+        special += [f"{self.untrained_documents:,} without a target left"] * (self.untrained_documents > 0)
         special += [f"{self.dropped_documents:,} dropped"] * (self.dropped_documents > 0)
         lost = f", {self.tokens_lost:,} tokens ({self.lost_fraction:.2%}) lost" if self.tokens_lost else ""
         return (
@@ -74,6 +84,7 @@ class PackingReport:
             ("documents", f"{self.documents:,}", ""),
             ("  split", f"{self.split_documents:,}", "in more than one piece"),
             ("  truncated", f"{self.truncated_documents:,}", ""),
+            ("  untrained", f"{self.untrained_documents:,}", "truncated so that no target is left"),
             ("dropped documents", f"{self.dropped_documents:,}", "longer than a row"),
             ("empty documents", f"{self.empty_documents:,}", "left out"),
             ("bad records", f"{self.bad_records:,}", "left out"),
@@ -82,7 +93,7 @@ class PackingReport:
             ("rows", f"{self.rows:,}", f"of {self.seq_len:,} tokens"),
             ("documents per row", f"{self.documents_per_row:.2f}", f"{self.max_documents_in_row:,} at most"),
             ("padding", f"{self.padding_fraction:.2%}", "of all positions"),
-            ("targets", f"{self.target_fraction:.2%}", "of all positions"),
+            ("targets", f"{self.targets:,}", f"{self.supervised_fraction:.2%} of the tokens"),
             ("mask density", f"{self.mask_density:.2%}", "of plain causal attention's pairs"),
         ]
         title = f"Packing of {self.name}"[:100] if self.name else "Packing"
@@ -111,12 +122,29 @@ class PackingReport:
             f"{prefix}documents_per_row": self.documents_per_row,
             f"{prefix}tokens_lost(%)": 100 * self.lost_fraction,
             f"{prefix}mask_density(%)": 100 * self.mask_density,
+            f"{prefix}supervised(%)": 100 * self.supervised_fraction,
         }
 
 
-def packing_report(plan: PackingPlan, lengths: np.ndarray, name: str = "", bad_records: int = 0) -> PackingReport:
-    """The report of a plan made from ``lengths``, [documents] integers, of which ``bad_records`` are 0 for a reason."""
+def packing_report(
+    plan: PackingPlan,
+    lengths: np.ndarray,
+    name: str = "",
+    bad_records: int = 0,
+    targets: np.ndarray | None = None,
+) -> PackingReport:
+    """The report of a plan.
+
+    Args:
+        lengths: [documents] integers, that it was made from.
+        bad_records: how many of them are 0 for a reason.
+        targets: [segments] integers, the tokens of each to be predicted. None: all but the first.
+    """
     length = plan.length.astype(np.int64)
+    targets = length - 1 if targets is None else targets
+    cut_short = (plan.start == 0) & (length < np.asarray(lengths)[plan.document])
+    # A split document may have its targets in another piece; a truncated one has no other.
+    untrained = cut_short & (targets == 0) if plan.truncated_documents else np.zeros(0)
     return PackingReport(
         name=name,
         seq_len=plan.seq_len,
@@ -133,7 +161,28 @@ def packing_report(plan: PackingPlan, lengths: np.ndarray, name: str = "", bad_r
         max_documents_in_row=int(np.diff(plan.row_offsets).max(initial=0)),
         attended_pairs=int((length * (length + 1) // 2).sum()),
         length_bins=_length_bins(np.asarray(lengths)),
+        targets=int(targets.sum()),
+        untrained_documents=int(np.count_nonzero(untrained)),
     )
+
+
+def segment_targets(plan: PackingPlan, tokens: pyarrow.ChunkedArray) -> np.ndarray:
+    """Supervised tokens of each segment of a plan but its first token, which nothing predicts: [segments] int64.
+
+    Args:
+        tokens: [documents] lists of int32, as they are stored.
+    """
+    targets = np.zeros(len(plan.length), dtype=np.int64)
+    by_document = np.argsort(plan.document, kind="stable")
+    document = np.asarray(plan.document)[by_document]
+    first = 0
+    for chunk in tokens.chunks:
+        segments = by_document[slice(*np.searchsorted(document, [first, first + len(chunk)]))]
+        before = np.concatenate([[0], np.cumsum(is_supervised(chunk.values.to_numpy()), dtype=np.int64)])
+        begin = chunk.offsets.to_numpy()[plan.document[segments] - first] + plan.start[segments]
+        targets[segments] = before[begin + plan.length[segments]] - before[begin + 1]
+        first += len(chunk)
+    return targets
 
 
 def _length_bins(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:

@@ -7,7 +7,7 @@ import string
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import datasets
 
@@ -36,6 +36,10 @@ class Source:
     template: str | None = None
     weight: float = 1.0
     epochs: int = 0
+    format: str = "text"
+    messages_field: str = "messages"
+    chat_template: str | None = None
+    train_on: str = "assistant"
 
 
 class BadRecord(Exception):
@@ -60,6 +64,29 @@ class Document(NamedTuple):
 
     text: str | None
     problem: str | None
+
+
+class TextMaker(Protocol):
+    """Makes the text of a record's document."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The top-level fields that are read, without repeats."""
+
+    @property
+    def required(self) -> list[str]:
+        """Those of them that a record must have."""
+
+    @property
+    def setting(self) -> str:
+        """The setting that decides which fields are read."""
+
+    @property
+    def identity(self) -> list[str | None]:
+        """All that a record's text depends on beside the record."""
+
+    def __call__(self, record: Record) -> str:
+        """The text. Raises BadRecord where a record gives none."""
 
 
 Template = list[tuple[str, tuple[str, ...]]]
@@ -111,6 +138,18 @@ class TextOf:
             return [self.text_field]
         return list(dict.fromkeys(path[0] for _, path in self._template if path))
 
+    required = columns
+
+    @property
+    def setting(self) -> str:
+        """The setting that decides which fields are read."""
+        return "data.text_field" if self.template is None else "data.template"
+
+    @property
+    def identity(self) -> list[str | None]:
+        """All that a record's text depends on beside the record."""
+        return [self.text_field, self.template]
+
     def __call__(self, record: Record) -> str:
         """The text of a record.
 
@@ -121,7 +160,7 @@ class TextOf:
             raise BadRecord(record.problem)
         names = record.fields if record.names is None else record.names
         if self.template is None:
-            text = _field(record.fields, (self.text_field,), names, "data.text_field")
+            text = value_at(record.fields, (self.text_field,), names, self.setting)
             if not isinstance(text, str):
                 raise BadRecord(f"field {self.text_field!r} is {kind_of(text)}, not text (data.text_field)")
         else:
@@ -129,18 +168,18 @@ class TextOf:
                 literal + (self._rendered(record.fields, path, names) if path else "")
                 for literal, path in self._template
             )
-        _check_unicode(text)
+        check_unicode(text)
         return text
 
     @staticmethod
     def _rendered(fields: Mapping[str, Any], path: tuple[str, ...], names: Collection[str]) -> str:
-        value = _field(fields, path, names, "data.template")
+        value = value_at(fields, path, names, "data.template")
         if not isinstance(value, (str, int, float)):
             raise BadRecord(f"field {'.'.join(path)!r} is {kind_of(value)}, neither text nor a number (data.template)")
         return str(value)
 
 
-def document_of(record: Record, path: str, text_of: TextOf, on_bad_record: OnBadRecord) -> Document:
+def document_of(record: Record, path: str, text_of: TextMaker, on_bad_record: OnBadRecord) -> Document:
     """The document that a record of ``path`` makes.
 
     Raises:
@@ -195,7 +234,12 @@ def listed(names: Iterable[str], limit: int = 20) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _field(fields: Mapping[str, Any], path: tuple[str, ...], names: Collection[str], setting: str) -> Any:
+def value_at(fields: Mapping[str, Any], path: tuple[str, ...], names: Collection[str], setting: str) -> Any:
+    """The value of the field that a path leads to, of a record that has the top-level fields ``names``.
+
+    Raises:
+        BadRecord: there is none, or it is null or no text that could be decoded.
+    """
     value: Any = fields
     for depth, name in enumerate(path):
         whole = ".".join(path[: depth + 1])
@@ -214,8 +258,8 @@ def _field(fields: Mapping[str, Any], path: tuple[str, ...], names: Collection[s
     return value
 
 
-def _check_unicode(text: str) -> None:
-    """JSON can spell half of a surrogate pair, which neither Arrow nor a tokenizer takes."""
+def check_unicode(text: str) -> None:
+    """Raises BadRecord at half of a surrogate pair: JSON can spell one, and neither Arrow nor a tokenizer takes it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import hashlib
 import json
@@ -15,16 +16,16 @@ from typing import NamedTuple
 
 import datasets
 
+from torchtitan_lite.config.schema import Training
 from torchtitan_lite.data.sources.document import (
     FEATURES,
     Document,
     OnBadRecord,
     SourceError,
-    TextOf,
+    TextMaker,
     document_of,
     reason,
 )
-from torchtitan_lite.data.sources.pydocs import DATASETS
 from torchtitan_lite.data.sources.readers import COMPRESSED, READER_VERSION, read_records, without_compression
 
 SUFFIXES = {
@@ -40,6 +41,9 @@ SUFFIXES = {
 
 FORMATS = tuple(dict.fromkeys(SUFFIXES.values()))
 
+_UNSAID = Training().dataset
+"""With a ``training.dataset_path`` the default of ``training.dataset`` names no format."""
+
 _SAVED_DATASET = {"dataset_info.json", "dataset_dict.json", "state.json"}
 """What the data sets library puts beside the .arrow files it saves."""
 
@@ -54,12 +58,12 @@ class Files(NamedTuple):
 def find_files(dataset: str, dataset_path: str) -> Files:
     """Resolves ``training.dataset_path``: a file, a folder (searched through and through) or a glob; sorted.
 
-    ``training.dataset`` names the format; where it is a registered name (its default) the suffixes decide.
+    ``training.dataset`` names the format; where it is left at its default the suffixes decide.
 
     Raises:
         SourceError: nothing there, no file of the format, files of several formats, or an unreadable file.
     """
-    if dataset not in FORMATS and dataset not in DATASETS:
+    if dataset not in (*FORMATS, _UNSAID):
         raise SourceError(f"dataset={dataset}: with a dataset_path, this must be one of {', '.join(FORMATS)}.")
     where = f"dataset_path={dataset_path}"
     path = os.path.expanduser(dataset_path)
@@ -73,7 +77,7 @@ def find_files(dataset: str, dataset_path: str) -> Files:
         candidates = [file for file in _matches(path) if os.path.isfile(file)]
     files = sorted(os.path.abspath(file) for file in candidates)
     if not files:
-        wanted = [suffix for suffix, format in SUFFIXES.items() if dataset in (format, *DATASETS)]
+        wanted = [suffix for suffix, format in SUFFIXES.items() if dataset in (format, _UNSAID)]
         raise SourceError(f"{where}: no such file, and no {', '.join(wanted)} file in a folder or glob of that name.")
     format = dataset if dataset in FORMATS else _common_format(where, files)
     for file in files:
@@ -82,7 +86,7 @@ def find_files(dataset: str, dataset_path: str) -> Files:
     return Files(format, files)
 
 
-def load_files(files: Files, text_of: TextOf, *, num_proc: int, cache_dir: str | None) -> datasets.Dataset:
+def load_files(files: Files, text_of: TextMaker, *, num_proc: int, cache_dir: str | None) -> datasets.Dataset:
     """The documents of files as columns ``text`` and ``problem``, read once into the data sets library's cache.
 
     Raises:
@@ -92,8 +96,7 @@ def load_files(files: Files, text_of: TextOf, *, num_proc: int, cache_dir: str |
     what = {
         "files": [(path, os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files.paths],
         "format": files.format,
-        "text_field": text_of.text_field,
-        "template": text_of.template,
+        "text_of": dataclasses.replace(text_of),  # without what it has worked out, which must not be part of the key
         "version": READER_VERSION,
     }
     try:
@@ -118,7 +121,7 @@ class FileShards:
     """Files as shards."""
 
     files: Files
-    text_of: TextOf
+    text_of: TextMaker
     on_bad_record: OnBadRecord
 
     @property
@@ -130,7 +133,7 @@ class FileShards:
         """Of the files' names below the folder they share, their sizes, and what makes a record's text."""
         folder = os.path.commonpath([os.path.dirname(path) for path in self.files.paths])
         names = [(os.path.relpath(path, folder), os.path.getsize(path)) for path in self.files.paths]
-        what = [READER_VERSION, self.files.format, self.text_of.text_field, self.text_of.template, names]
+        what = [READER_VERSION, self.files.format, *self.text_of.identity, names]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
     def read(self, shard: int, start: int = 0) -> Iterator[Document]:
@@ -138,7 +141,7 @@ class FileShards:
 
 
 def read_documents(
-    format: str, path: str, text_of: TextOf, on_bad_record: OnBadRecord, start: int = 0
+    format: str, path: str, text_of: TextMaker, on_bad_record: OnBadRecord, start: int = 0
 ) -> Iterator[Document]:
     """The documents of a file, from its record ``start`` on.
 
@@ -155,15 +158,13 @@ def read_documents(
 def _rows(
     files: list[tuple[str, int, int]],
     format: str,
-    text_field: str,
-    template: str | None,
+    text_of: TextMaker,
     version: int,
 ) -> Iterator[dict[str, str | None]]:
     """For the data sets library, whose cache knows the arguments: sizes and times tell that a file was changed.
 
     Bad records are among the rows, so that the cache serves whoever skips them and whoever does not.
     """
-    text_of = TextOf(text_field, template)
     for path, _, _ in files:
         for document in read_documents(format, path, text_of, "skip"):
             yield {"text": document.text or "", "problem": document.problem}

@@ -6,6 +6,7 @@ What a bad record is, is the same as in files. But a file that the library canno
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -17,12 +18,14 @@ import datasets
 import pyarrow
 from datasets.packaged_modules.cache.cache import Cache
 
+from torchtitan_lite.data.sources.chats import maker_of
 from torchtitan_lite.data.sources.document import (
     FEATURES,
     Document,
     OnBadRecord,
     Source,
     SourceError,
+    TextMaker,
     TextOf,
     document_of,
     listed,
@@ -39,7 +42,7 @@ def load_hub(source: Source, *, num_proc: int, cache_dir: str | None) -> dataset
     Raises:
         SourceError: no such data set, subset, split or field; the hub cannot be reached; a file cannot be read.
     """
-    where, text_of = _where(source), TextOf(source.text_field, source.template)
+    where, text_of = _where(source), maker_of(source)
     builder = _builder(source, cache_dir)
     processes = num_proc if num_proc > 1 else None
     try:
@@ -48,7 +51,7 @@ def load_hub(source: Source, *, num_proc: int, cache_dir: str | None) -> dataset
     except Exception as error:  # of whatever kind the library's readers raise
         raise SourceError(f"{where}: {reason(error)}") from error
     _check_fields(where, text_of, rows.features)
-    rows = rows.select_columns(text_of.columns)
+    rows = rows.select_columns([name for name in text_of.columns if name in rows.features])
 
     def documents(columns: list[str]) -> datasets.Dataset:
         made = rows.with_format("arrow").map(
@@ -62,15 +65,14 @@ def load_hub(source: Source, *, num_proc: int, cache_dir: str | None) -> dataset
             fn_kwargs={
                 "columns": columns,
                 "where": where,
-                "text_field": source.text_field,
-                "template": source.template,
+                "text_of": dataclasses.replace(text_of),  # without what it has worked out
                 "version": READER_VERSION,
             },
             desc="Checking" if columns == ["problem"] else "Making documents",
         )
         return made.with_format(None)
 
-    if source.template is None:
+    if source.format == "text" and source.template is None:  # then the text is a column already
         problems = documents(["problem"])
         if problems.data.column("problem").null_count == len(problems):
             texts = rows.rename_columns({source.text_field: "text"})
@@ -85,7 +87,7 @@ class HubShards:
     rows: datasets.IterableDataset
     where: str
     identity: str
-    text_of: TextOf
+    text_of: TextMaker
     on_bad_record: OnBadRecord
 
     @property
@@ -115,7 +117,7 @@ def open_hub(source: Source, *, on_bad_record: OnBadRecord) -> HubShards:
     Raises:
         SourceError: no such data set, subset, split or field; the hub cannot be reached.
     """
-    where, text_of = _where(source), TextOf(source.text_field, source.template)
+    where, text_of = _where(source), maker_of(source)
     builder = _builder(source, cache_dir=None)
     try:
         rows = builder.as_streaming_dataset(split=source.split)
@@ -167,15 +169,18 @@ def _subsets(path: str, revision: str | None) -> list[str]:
         return []  # the error that led here says why
 
 
-def _check_fields(where: str, text_of: TextOf, features: datasets.Features) -> None:
-    setting = "data.text_field" if text_of.template is None else "data.template"
-    for name in text_of.columns:
+def _check_fields(where: str, text_of: TextMaker, features: datasets.Features) -> None:
+    for name in text_of.required:
         if name not in features:
-            raise SourceError(f"{where}: no field {name!r} ({setting}); there are {listed(features)}.")
+            raise SourceError(f"{where}: no field {name!r} ({text_of.setting}); there are {listed(features)}.")
+    if not isinstance(text_of, TextOf) or text_of.template is not None:
+        return
     kind = features[text_of.columns[0]]
     dtype = getattr(kind, "dtype", type(kind).__name__)
-    if text_of.template is None and dtype not in ("string", "large_string", "null"):
-        raise SourceError(f"{where}: field {text_of.text_field!r} ({setting}) is not text, but of type {dtype}.")
+    if dtype not in ("string", "large_string", "null"):
+        raise SourceError(
+            f"{where}: field {text_of.text_field!r} ({text_of.setting}) is not text, but of type {dtype}."
+        )
 
 
 def _documents(
@@ -183,12 +188,10 @@ def _documents(
     indices: list[int],
     columns: Collection[str],
     where: str,
-    text_field: str,
-    template: str | None,
+    text_of: TextMaker,
     version: int,
 ) -> dict[str, list[str | None]]:
     """For the data sets library, whose cache knows the arguments."""
-    text_of = TextOf(text_field, template)
     records = table_records(table, text_of.columns, indices[0] + 1, table.column_names)
     documents = [document_of(record, where, text_of, "skip") for record in records]
     made = {"text": [document.text or "" for document in documents], "problem": [d.problem for d in documents]}
@@ -203,7 +206,7 @@ def _identity(source: Source, builder: datasets.DatasetBuilder) -> str:
         read: list[object] = [(os.path.relpath(file, folder), os.path.getsize(file)) for file in files]
     else:
         read = [source.dataset, list(files) or source.revision]
-    what = [READER_VERSION, read, builder.config.name, source.split, source.text_field, source.template]
+    what = [READER_VERSION, read, builder.config.name, source.split, *maker_of(source).identity]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 

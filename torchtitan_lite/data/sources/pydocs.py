@@ -1,20 +1,12 @@
-"""Data sets that need no file: each a function that yields documents in a fixed order."""
+"""Text that needs no file and no download: what every CPython brings along about itself."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
-
-import datasets
-
-from torchtitan_lite.data.sources.document import FEATURES, Document
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -36,34 +28,3 @@ def pydocs() -> Iterator[str]:
         # Sources that do not follow their own coding line, or are links to nowhere, are nobody's training text.
         with contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError), tokenize.open(paths[name]) as file:
             yield file.read()
-
-
-DATASETS: dict[str, Callable[[], Iterator[str]]] = {"pydocs": pydocs}
-"""Registered data sets: the name for ``training.dataset``, and a function that yields documents in a fixed order."""
-
-
-def load_registered(name: str) -> datasets.Dataset:
-    """A registered data set as columns ``text`` and ``problem``."""
-    texts = list(DATASETS[name]())
-    return datasets.Dataset.from_dict({"text": texts, "problem": [None] * len(texts)}, features=FEATURES)
-
-
-@dataclass(frozen=True)
-class RegisteredShards:
-    """A registered data set as one shard."""
-
-    name: str
-
-    @property
-    def num_shards(self) -> int:
-        return 1
-
-    @cached_property
-    def identity(self) -> str:
-        digest = hashlib.sha256(self.name.encode())
-        for text in DATASETS[self.name]():
-            digest.update(hashlib.sha256(text.encode()).digest())
-        return digest.hexdigest()[:16]
-
-    def read(self, shard: int, start: int = 0) -> Iterator[Document]:
-        return (Document(text, None) for text in itertools.islice(DATASETS[self.name](), start, None))

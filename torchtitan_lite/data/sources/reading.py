@@ -10,10 +10,19 @@ from typing import Protocol
 import datasets
 import pyarrow
 
-from torchtitan_lite.data.sources.document import Document, OnBadRecord, Source, SourceError, TextOf, bad_record_error
+from torchtitan_lite.data.sources.chats import maker_of
+from torchtitan_lite.data.sources.document import (
+    Document,
+    OnBadRecord,
+    Source,
+    SourceError,
+    TextMaker,
+    TextOf,
+    bad_record_error,
+)
 from torchtitan_lite.data.sources.files import Files, FileShards, find_files, load_files
 from torchtitan_lite.data.sources.hub import load_hub, open_hub
-from torchtitan_lite.data.sources.pydocs import RegisteredShards, load_registered
+from torchtitan_lite.data.sources.registered import RegisteredShards, load_registered
 from torchtitan_lite.data.sources.resolve import kind_of
 
 
@@ -99,10 +108,10 @@ def progress_on_terminal() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _files(source: Source) -> tuple[Files, TextOf]:
+def _files(source: Source) -> tuple[Files, TextMaker]:
     files = find_files(source.dataset, source.dataset_path)
     # A text file has no fields; its whole text is handed on under the name that needs no setting.
-    return files, TextOf("text") if files.format == "text" else TextOf(source.text_field, source.template)
+    return files, TextOf("text") if files.format == "text" else maker_of(source)
 
 
 def _first(problems: pyarrow.ChunkedArray) -> str:

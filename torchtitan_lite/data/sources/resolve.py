@@ -15,18 +15,38 @@ from typing import Literal
 from torchtitan_lite.config.schema import Config, Data, MixtureSource, Training
 from torchtitan_lite.data.sources.document import Source, SourceError, parse_template
 from torchtitan_lite.data.sources.files import FORMATS, find_files, stem
-from torchtitan_lite.data.sources.pydocs import DATASETS
+from torchtitan_lite.data.sources.registered import CHATS, DATASETS
 
 Kind = Literal["files", "registered", "hub", "hub folder"]
 """Of a source; "hub" is a data set of the Hugging Face hub, "hub folder" a local folder laid out like one."""
 
-_INHERITED = ("subset", "split", "revision", "text_field", "template")
+_INHERITED = (
+    "subset",
+    "split",
+    "revision",
+    "text_field",
+    "template",
+    "format",
+    "messages_field",
+    "chat_template",
+    "train_on",
+)
+_READS = {
+    "text": frozenset({"text_field", "template"}),
+    "messages": frozenset({"messages_field", "chat_template", "train_on"}),
+    "prompt_completion": frozenset({"chat_template", "train_on"}),
+}
+"""Of the settings that sources share, those that each format makes use of."""
 _ONLY = {
     "subset": "only Hugging Face data sets have subsets",
     "split": "only Hugging Face data sets have splits",
     "revision": "only data sets on the Hugging Face hub have revisions",
     "text_field": "text files and registered data sets have no fields",
     "template": "text files and registered data sets have no fields",
+    "format": "text files and registered data sets have a format of their own",
+    "messages_field": "text files and registered data sets have no fields",
+    "chat_template": "text is no chat",
+    "train_on": "of text, all is trained on",
 }
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -85,6 +105,16 @@ def kind_of(source: Source) -> Kind:
     )
 
 
+def format_of(source: Source) -> str:
+    """What the documents of a source are: text, messages or prompt_completion. Raises SourceError as kind_of does."""
+    kind = kind_of(source)
+    if kind == "registered":
+        return "messages" if source.dataset in CHATS else "text"
+    if source.format == "text" or kind != "files":
+        return source.format
+    return "text" if find_files(source.dataset, source.dataset_path or "").format == "text" else source.format
+
+
 def check_sources(config: Config) -> list[str]:
     """All that is wrong with the sources and shows without reading any document."""
     data = config.data
@@ -135,12 +165,13 @@ def _data_problems(data: Data, used: frozenset[str]) -> Iterator[str]:
 def _settings_used(source: Source) -> frozenset[str]:
     """Which of the settings that sources share one of this kind makes use of."""
     kind = kind_of(source)
+    if kind == "registered":
+        return _READS["messages"] - {"messages_field"} if source.dataset in CHATS else frozenset()
+    of_records = _READS[source.format] | {"format"}
     if kind == "files":
         format = find_files(source.dataset, source.dataset_path or "").format
-        return frozenset() if format == "text" else frozenset({"text_field", "template"})
-    if kind == "registered":
-        return frozenset()
-    return frozenset(_INHERITED) - ({"revision"} if kind == "hub folder" else set())
+        return frozenset() if format == "text" else of_records
+    return of_records | {"subset", "split"} | ({"revision"} if kind == "hub" else set())
 
 
 def _empty_file(source: Source) -> str | None:
@@ -181,7 +212,9 @@ def _setting_problems(name: str, value: str, used: frozenset[str]) -> Iterator[s
         except ValueError as error:
             yield f"template={value!r}: {error}"
     if name not in used:
-        yield f"{name}={value!r}: nothing would use it; {_ONLY[name]}"
+        readers = [format for format, settings in _READS.items() if name in settings]
+        reason = f"only format={' and '.join(readers)} does" if readers and "format" in used else _ONLY[name]
+        yield f"{name}={value!r}: nothing would use it; {reason}"
 
 
 def _short_name(table: MixtureSource) -> str:

@@ -16,18 +16,16 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import compress
-from operator import not_
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtitan_lite.data.chat.encoding import Encoder
 from torchtitan_lite.data.packing.plan import permutation
-from torchtitan_lite.data.sources.document import Document, SourceError
+from torchtitan_lite.data.sources.document import Document, OnBadRecord, SourceError, bad_record_error
 from torchtitan_lite.data.tokenized import tokenizer_threads
-from torchtitan_lite.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from torchtitan_lite.data.sources.reading import DocumentShards
@@ -61,7 +59,7 @@ class Chunk:
 
     lane: int
     position: Position  # of the lane, behind the chunk
-    tokens: np.ndarray  # [total] int32: the documents end to end, BOS and EOS included
+    tokens: np.ndarray  # [total] int32: the documents end to end, as they are stored
     lengths: np.ndarray  # [documents] int64; 0 for a document of nothing but white space
     places: list[tuple[int, int]]  # [documents]: shard and number of the record
     problems: list[str]  # of the records that are no documents
@@ -153,12 +151,17 @@ class ChunkReader(torch.utils.data.Dataset):
     Args:
         lanes: for each source its lanes.
         turns: for each source the lane to begin with.
+        encoders: for each source what makes tokens of its documents.
+        on_bad_record: whether a document that an encoder makes no tokens of is an error.
     """
 
-    def __init__(self, lanes: list[list[Lane]], turns: list[int], tokenizer: Tokenizer):
+    def __init__(
+        self, lanes: list[list[Lane]], turns: list[int], encoders: list[Encoder], on_bad_record: OnBadRecord = "error"
+    ):
         self._lanes = lanes
         self._first = turns
-        self._tokenizer = tokenizer
+        self._encoders = encoders
+        self._on_bad_record = on_bad_record
         self._turns: list[deque[int]] | None = None
 
     def __getitem__(self, source: int) -> Chunk | None:
@@ -171,13 +174,13 @@ class ChunkReader(torch.utils.data.Dataset):
         number = turns.popleft()
         lane = self._lanes[source][number]
         try:
-            records = lane.read()
+            chunk = self._tokenize(source, number, lane.read(), lane)
         except SourceError as error:
             # Handed on as text: the loader would bury the message in the traceback of another process.
             return Chunk(number, lane.position, np.empty(0, np.int32), np.empty(0, np.int64), [], [], str(error))
         if not lane.ended:
             turns.append(number)
-        return self._tokenize(number, lane.position, records)
+        return chunk
 
     def _own_turns(self) -> list[deque[int]]:
         worker = torch.utils.data.get_worker_info()
@@ -188,18 +191,25 @@ class ChunkReader(torch.utils.data.Dataset):
             turns.append(deque(lane for lane in in_turn if lane % workers == number and not lanes[lane].ended))
         return turns
 
-    def _tokenize(self, lane: int, position: Position, records: list[PlacedDocument]) -> Chunk:
+    def _tokenize(self, source: int, number: int, records: list[PlacedDocument], lane: Lane) -> Chunk:
+        """Raises SourceError at a document that gives no tokens, where that is an error."""
         problems = [record.document.problem for record in records if record.document.text is None]
         records = [record for record in records if record.document.text is not None]
-        texts = [record.document.text for record in records]
-        is_blank = [not text.strip() for text in texts]
         with tokenizer_threads(torch.utils.data.get_worker_info() is None):  # workers are parallel enough
-            encoded = iter(self._tokenizer.encode_batch(list(compress(texts, map(not_, is_blank)))))
-        documents = [[] if blank else next(encoded) for blank in is_blank]
+            encoded = self._encoders[source].encode_batch([record.document.text for record in records])
+        documents, places = [], []
+        for (_, shard, record), (tokens, problem) in zip(records, encoded, strict=True):
+            if problem is None:
+                documents.append(tokens)
+                places.append((shard, record))
+                continue
+            problem = f"record {record + 1:,} of shard {shard}: {problem}"
+            if self._on_bad_record == "error":
+                raise bad_record_error(problem)
+            problems.append(problem)
         lengths = np.array([len(tokens) for tokens in documents], dtype=np.int64)
         tokens = np.fromiter(itertools.chain.from_iterable(documents), dtype=np.int32, count=int(lengths.sum()))
-        places = [(record.shard, record.record) for record in records]
-        return Chunk(lane, position, tokens, lengths, places, problems)
+        return Chunk(number, lane.position, tokens, lengths, places, problems)
 
 
 class ChunkFeed:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data.chat.encoding import Encoder, encoder_of
 from torchtitan_lite.data.collator import Batch, collate_rows
 from torchtitan_lite.data.loader import global_batch_size
 from torchtitan_lite.data.packing.plan import packing_settings
@@ -45,6 +46,7 @@ class StreamLoader:
     Args:
         shards: for each source its documents.
         sources: their names, weights and epochs.
+        encoders: for each source what makes tokens of its documents.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class StreamLoader:
         shards: list[DocumentShards],
         sources: list[Source],
         tokenizer: Tokenizer,
+        encoders: list[Encoder],
         *,
         config: Config,
         dp_rank: int,
@@ -68,6 +71,8 @@ class StreamLoader:
         self._shards = shards
         self._sources = sources
         self._tokenizer = tokenizer
+        self._encoders = encoders
+        self._on_bad_record = config.data.on_bad_record
         self._settings = packing_settings(config)
         self._buffer = config.data.streaming_buffer
         self._num_workers, self._prefetch_factor = config.data.num_workers, config.data.prefetch_factor
@@ -99,9 +104,12 @@ class StreamLoader:
             "streaming_version": f"{LANES_VERSION}.{STREAM_PACKING_VERSION}",
         }
         # By number: a name may come from where the files lie, and they may be moved.
-        for number, (source, shards) in enumerate(zip(self._sources, self._shards, strict=True), 1):
+        for number, (source, shards, encoder) in enumerate(
+            zip(self._sources, self._shards, self._encoders, strict=True), 1
+        ):
             of = f" of source {number}" if len(self._sources) > 1 else ""
             fingerprint[f"documents{of}"] = shards.identity
+            fingerprint.update({f"{name}{of}": value for name, value in encoder.settings.items()})
             fingerprint[f"epochs{of}"] = source.epochs
             if of:
                 fingerprint[f"weight{of}"] = source.weight
@@ -171,7 +179,8 @@ class StreamLoader:
             ]
             for number, (shards, stream) in enumerate(zip(self._shards, self._streams, strict=True))
         ]
-        reader = ChunkReader(lanes, [stream.next_lane for stream in self._streams], self._tokenizer)
+        turns = [stream.next_lane for stream in self._streams]
+        reader = ChunkReader(lanes, turns, self._encoders, self._on_bad_record)
         self._feed = ChunkFeed(
             reader,
             sources=len(self._streams),
@@ -295,6 +304,7 @@ def build_stream_loader(
         shards,
         sources,
         tokenizer,
+        [encoder_of(source, tokenizer, config.model.hf_assets_path) for source in sources],
         config=config,
         dp_rank=dp_rank,
         dp_degree=dp_degree,

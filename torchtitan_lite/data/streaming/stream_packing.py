@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lite.data.packing.plan import PackingError, PackingSettings
+from torchtitan_lite.data.supervision import is_supervised
 
 STREAM_PACKING_VERSION = 1
 """Raised whenever the same documents and settings would give other rows; a resume across versions is refused."""
@@ -38,6 +39,7 @@ class StreamCounts:
     dropped: int = 0
     tokens_lost: int = 0  # by truncating and dropping
     skipped: int = 0  # bad records, left out before they became documents
+    untrained: int = 0  # truncated so that no token to be predicted is left
 
     def __add__(self, other: StreamCounts) -> StreamCounts:
         return StreamCounts(*(getattr(self, name) + getattr(other, name) for name in asdict(self)))
@@ -95,7 +97,7 @@ class StreamPacker:
         return tokens < self.settings.seq_len and len(self._open) + held < self.settings.max_documents_per_row
 
     def add(self, tokens: np.ndarray) -> None:
-        """Takes a document, [length] integers; its tokens are copied. One of no tokens is counted as empty.
+        """Takes a document, [length] integers as they are stored, and copies it. One of no tokens is counted as empty.
 
         Raises:
             PackingError: it is longer than a row and ``oversize`` is ``error``.
@@ -116,6 +118,7 @@ class StreamPacker:
         elif oversize == "truncate":
             self.counts.truncated += 1
             self.counts.tokens_lost += length - seq_len
+            self.counts.untrained += not is_supervised(tokens[1:seq_len]).any()
             self._enqueue(tokens[:seq_len])
         elif oversize == "drop":
             self.counts.dropped += 1
