@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
     # Imported here: torch takes seconds, which --help need not wait for.
     from torchtitan_lite.convert.adapters import Adapters, write_peft
     from torchtitan_lite.convert.dcp import StepFolder
-    from torchtitan_lite.convert.formats import format_of, open_weights, write_weights
+    from torchtitan_lite.convert.formats import assets_of, format_of, open_weights, write_weights
 
     source_format = options.source_format or format_of(options.source)
     if options.target_format == "peft":
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
         max_seq_len=options.max_seq_len,
         base=options.base,
     )
-    assets = options.assets or assets_of(Path(options.source).expanduser(), source_format)
+    assets = options.assets or assets_of(options.source, source_format)
     print(f"{options.source} ({source_format}): {weights.args.parameters:,} parameters")
     if options.target_format != "dcp" and not has_tokenizer(assets):
         print("No tokenizer comes along; --assets names the folder of one", file=sys.stderr)
@@ -59,16 +59,6 @@ def main(argv: Sequence[str]) -> None:
             progress=bar.update,
         )
     print(f"Wrote {options.target} ({options.target_format})")
-
-
-def assets_of(source: Path, format: str) -> str | None:
-    """The folder whose tokenizer belongs to the source: its own, or for a step that of its run."""
-    if format != "dcp":
-        return str(source)
-    from torchtitan_lite.config.load import load_config
-
-    run = next((folder for folder in source.absolute().parents if (folder / "config.toml").is_file()), None)
-    return None if run is None else load_config([f"--job.config_file={run / 'config.toml'}"]).model.hf_assets_path
 
 
 def has_tokenizer(assets: str | None) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.config.load import load_config
 from torchtitan_lite.convert.adapters import open_step
 from torchtitan_lite.convert.dcp import write_step
 from torchtitan_lite.convert.hf import HFWeights, write_hf
@@ -72,6 +73,15 @@ def write_weights(
         return
     write = write_hf if format == "hf" else write_meta
     write(weights, folder, stored_dtype(weights) if dtype is None else dtype, assets, progress=progress)
+
+
+def assets_of(source: str | Path, format: str) -> str | None:
+    """The folder whose tokenizer belongs to weights: their own, or for a step that of its run; None if unknown."""
+    if format != "dcp":
+        return str(source)
+    parents = Path(source).expanduser().absolute().parents
+    run = next((folder for folder in parents if (folder / "config.toml").is_file()), None)
+    return None if run is None else load_config([f"--job.config_file={run / 'config.toml'}"]).model.hf_assets_path
 
 
 def stored_dtype(weights: StoredWeights) -> str:

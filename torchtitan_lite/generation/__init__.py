@@ -1,0 +1,1 @@
+"""Text from a model: keys and values are kept between tokens, prompts of different length share a batch."""
