@@ -219,7 +219,19 @@ def test_settings_of_a_pipeline_without_one_warn():
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus"), [("1b", 1), ("3b", 8), ("8b", 8), ("70b", 128), ("405b", 512), ("405b", 1024)]
+    ("name", "gpus"),
+    [
+        ("1b", 1),
+        ("3b", 8),
+        ("8b", 8),
+        ("70b", 128),
+        ("405b", 512),
+        ("405b", 1024),
+        ("8b_sft", 8),
+        *((f"{size}_{kind}", gpus) for size in ("1b", "3b") for kind in ("sft", "lora") for gpus in (1, 8)),
+        ("8b_lora", 1),
+        ("8b_lora", 8),
+    ],
 )
 def test_the_configurations_that_are_shipped_pass(name, gpus):
     path = Path(__file__).parents[2] / "train_configs" / f"llama3_{name}.toml"

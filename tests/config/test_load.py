@@ -396,7 +396,8 @@ def test_every_key_has_a_docstring_and_a_valid_default():
 
 @pytest.mark.parametrize("path", TRAIN_CONFIGS, ids=lambda path: path.stem)
 def test_files_of_the_repository_load(path):
-    size = "debugmodel" if path.stem.startswith("debug_") else path.stem.removeprefix("llama3_").upper()
+    kind, _, rest = path.stem.partition("_")
+    size = {"debug": "debugmodel", "finetune": "hf"}.get(kind) or rest.partition("_")[0].upper()
     assert load_config([f"--job.config_file={path}"]).model.flavor.startswith(f"{size}_")
 
 
