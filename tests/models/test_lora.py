@@ -99,6 +99,18 @@ def test_dropout_drops_inputs_of_the_adapter_alone_and_only_in_training():
     torch.testing.assert_close(layer(x), x @ layer.weight.T + 2 * (x @ layer.lora_a.T) @ layer.lora_b.T)
 
 
+def test_of_what_is_loaded_only_adapters_are_drawn():
+    model = Transformer(TOY)
+    apply_lora(model, SPEC)
+    drawn = {name: p.clone() for name, p in adapted(learnt=False).named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    init_weights(model, TOY, seed=0, only=is_adapter)
+    for name, parameter in model.named_parameters():
+        assert parameter.equal(drawn[name]) if is_adapter(name) else bool((parameter == 7).all()), name
+
+
 def test_initial_values():
     model = adapted(learnt=False)
     for name, parameter in model.named_parameters():

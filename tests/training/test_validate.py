@@ -104,6 +104,24 @@ def test_accumulation_does_not_change_the_loss(new_trainer, tmp_path):
     assert found(tmp_path / "one")[0] == found(tmp_path / "four")[0]
 
 
+def test_a_loss_that_is_no_number_is_not_the_best(new_trainer, monkeypatch):
+    trainer = new_trainer(**{"validation.keep_best": True, "checkpoint.enable": True})
+    losses = iter([math.nan, 2.0, math.inf, 1.0, 1.5])
+    run = trainer.validator.run
+
+    def scripted(step):
+        result = run(step)
+        object.__setattr__(result, "loss", next(losses))
+        return result
+
+    monkeypatch.setattr(trainer.validator, "run", scripted)
+    kept = []
+    for trainer.step in (1, 2, 3, 4, 5):
+        kept.append(trainer._validate(None))
+    assert kept == [False, True, False, True, False]
+    assert trainer.best == {"step": 4, "loss": 1.0}
+
+
 def test_each_source_of_a_mixture(new_trainer, tmp_path, held_out, documents):
     mix = [
         MixtureSource(dataset="json", dataset_path=str(held_out), name="cats"),
@@ -204,5 +222,11 @@ def test_rules(tmp_path, documents, held_out):
     )
     assert "without checkpoint.enable" in problems(**{"validation.keep_best": True})[0]
     assert "validation.steps=0" in problems(**{"validation.steps": 0})[0]
+    weighted = {"validation.mix": [MixtureSource(dataset="pydocs", weight=2.0)], **nothing}
+    assert "table 1: weight and epochs say how much is trained on" in problems(**weighted)[0]
+    assert problems(**{"validation.split": "test"})[0].startswith("validation.split='test': nothing would use it")
+    # pydocs has no fields, but the training data has.
+    other = {"data.text_field": "text2", "validation.dataset": "pydocs", "validation.dataset_path": None}
+    assert problems(**other) == []
     (warning,) = problems(**{"validation.enable": False})
     assert warning == "validation.dataset, dataset_path, freq: of no effect without validation.enable"

@@ -95,16 +95,16 @@ class HFWeights(StoredWeights):
                 for name in tensors.keys() if wanted is None else wanted:
                     found[name] = _header(tensors, name, file)
                     self._files[name] = file
-        names = {hf_name(name): name for name in parameter_shapes(self.args)}
+        shapes = parameter_shapes(self.args)
         found = {name: stored for name, stored in found.items() if not name.endswith(".rotary_emb.inv_freq")}
         self._drop_copy_of_embedding(found)
-        expected = {hf_name(name): shape for name, shape in parameter_shapes(self.args).items()}
+        expected = {hf_name(name): shape for name, shape in shapes.items()}
         hint = ""
         if not self.args.tie_embeddings and set(expected) - set(found) == {_LM_HEAD}:
             hint = ", which has an output projection of its own (tie_word_embeddings is false)"
         require_same({name: stored.shape for name, stored in found.items()}, expected, self.place, hint)
         require_floating({name: stored.dtype for name, stored in found.items()}, self.place)
-        self.tensors = {names[name]: found[name] for name in expected}
+        self.tensors = {name: found[hf_name(name)] for name in shapes}
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         by_file: dict[Path, list[str]] = {}

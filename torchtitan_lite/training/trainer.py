@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -34,7 +35,7 @@ from torchtitan_lite.distributed.shared_folder import check_shared_folder
 from torchtitan_lite.distributed.timeouts import set_collective_timeouts
 from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
-from torchtitan_lite.models.llama3.lora import lora_spec
+from torchtitan_lite.models.llama3.lora import is_adapter, lora_spec
 from torchtitan_lite.models.llama3.model import Transformer
 from torchtitan_lite.observability.garbage_collection import GarbageCollection
 from torchtitan_lite.observability.logging import info_once, logger
@@ -160,7 +161,8 @@ class Trainer:
         model = as_one(parts)
         for part in parts.values():
             part.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
-        init_weights(model, self.args, config.training.seed)
+        # What is sure to be loaded need not be drawn first, which takes minutes for a large model.
+        init_weights(model, self.args, config.training.seed, only=is_adapter if base_of(config) is not None else None)
         local = sum(p.to_local().numel() for p in model.parameters())
         self.adapter_params = adapter_params(self.args, self.lora)
         dtype = str(self.param_dtype).removeprefix("torch.")
@@ -186,11 +188,8 @@ class Trainer:
     def _load_checkpoint(self) -> None:
         if not self.config.checkpoint.enable:
             return
-        adapted = self.lora is not None  # then checkpoints hold the adapters alone
-        if adapted:
-            self.checkpoint.load_initial(self.args, self.config.model.hf_assets_path)
         state = self.checkpoint.load(partial(require_same_adapters, self._adapter_state()))
-        if state is None and not adapted:
+        if state is None or self.lora is not None:  # of an adapted model, checkpoints hold the adapters alone
             self.checkpoint.load_initial(self.args, self.config.model.hf_assets_path)
         if state is not None:
             self.step, self.tokens_seen, self.best = state["step"], state["tokens_seen"], state.get("best")
@@ -374,7 +373,7 @@ class Trainer:
             metrics.log_validation(result)
         if not self.config.validation.keep_best or self.step == 0:
             return False
-        if self.best is not None and not result.loss < self.best["loss"]:
+        if not math.isfinite(result.loss) or (self.best is not None and result.loss >= self.best["loss"]):
             return False
         self.best = {"step": self.step, "loss": result.loss}
         return True

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
 from torchtitan_lite.config.checks.run import Run
-from torchtitan_lite.config.schema import Validation
+from torchtitan_lite.config.schema import MixtureSource, Validation
 from torchtitan_lite.data.chat.encoding import check_chats
 from torchtitan_lite.data.held_out import validation_config
 from torchtitan_lite.data.sources.resolve import check_sources
@@ -39,11 +39,18 @@ def validation_rules(run: Run, of_rows: tuple[Rule, ...]) -> Iterator[str]:
         for rule in of_rows:
             yield from (problem.replace("training.seq_len", "validation.seq_len") for problem in rule(own))
     rows, size = validation.local_batch_size, parallelism.pipeline_parallel_microbatch_size
-    if rows > 0 and parallelism.pipeline_parallel_degree > 1 and rows % size:
+    rows = run.config.training.local_batch_size if rows == -1 else rows
+    if parallelism.pipeline_parallel_degree > 1 and rows > 0 and size > 0 and rows % size:
         yield (
-            f"validation.local_batch_size={rows}: must be a multiple of "
-            f"parallelism.pipeline_parallel_microbatch_size={size}"
+            f"validation.local_batch_size={validation.local_batch_size}, which means {rows} rows: must be a multiple "
+            f"of parallelism.pipeline_parallel_microbatch_size={size}"
         )
+    for number, table in enumerate(validation.mix, 1):
+        if (table.weight, table.epochs) != (MixtureSource().weight, MixtureSource().epochs):
+            yield (
+                f"validation.mix, table {number}: weight and epochs say how much is trained on; every row is measured "
+                "once, so leave them out"
+            )
 
 
 def validation_sources(run: Run) -> Iterator[str]:
@@ -53,6 +60,10 @@ def validation_sources(run: Run) -> Iterator[str]:
     if validation.enable and (named or validation.mix):
         own = validation_config(run.config)
         for problem in [*check_sources(own), *check_chats(own)]:
+            if problem.startswith("data.split") and validation.split is not None:
+                problem = problem.removeprefix("data.")
+            elif problem.startswith("data."):
+                continue  # a setting that the training data makes use of, and this does not
             given = problem.removeprefix("training.").replace("data.mix", "validation.mix")
             yield given if given.startswith("validation.") else f"validation.{given}"
 

@@ -7,6 +7,7 @@ the blocks that meet its shard, so that neither time nor memory grows with the w
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,14 @@ def init_std(args: ModelArgs, name: str) -> float | None:
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, args: ModelArgs, seed: int) -> None:
-    """Fill every parameter of ``model`` (plain or sharded, on any device) in place."""
+def init_weights(model: nn.Module, args: ModelArgs, seed: int, *, only: Callable[[str], bool] | None = None) -> None:
+    """Fill every parameter of ``model`` (plain or sharded, on any device) in place.
+
+    only: says by a parameter's name whether it is to be filled; None: all are.
+    """
     for name, parameter in model.named_parameters():
+        if only is not None and not only(name):
+            continue
         if name.endswith(".lora_b"):  # so that an adapted model starts as the one it adapts
             parameter.zero_()
             continue
