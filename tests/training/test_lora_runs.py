@@ -1,6 +1,7 @@
 """Whole runs with adapters: what learns, what is saved, what others make of it."""
 
 import json
+import sys
 
 import peft
 import pytest
@@ -16,7 +17,7 @@ from torchtitan_lite.config.checks import check_config
 from torchtitan_lite.config.load import ConfigError
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.convert.adapters import Adapters, open_step, write_peft
-from torchtitan_lite.convert.dcp import StepFolder
+from torchtitan_lite.convert.dcp import StepFolder, write_step
 from torchtitan_lite.convert.hf import HFWeights, write_hf
 from torchtitan_lite.convert.step_folder import CheckpointError
 from torchtitan_lite.convert.weights import WeightsError
@@ -89,6 +90,7 @@ RESUMES = {
     "rslora": {"lora.rslora": True, "lora.target_modules": ["q_proj", "w2"]},
     "compiled": {"compile.enable": True, "compile.backend": "aot_eager", "lora.dropout": 0.3},
     "checkpointed": {"activation_checkpoint.mode": "full", "lora.dropout": 0.3},
+    "quantised": {"lora.quantize_base": "nf4", "compile.enable": True, "compile.backend": "aot_eager"},
 }
 
 
@@ -121,6 +123,8 @@ def run(config: Config) -> None:
         ("cp", Degrees(cp=2), {}),
         ("tp_dp", Degrees(tp=2, dp_shard=2), {"training.local_batch_size": 2, "activation_checkpoint.mode": "full"}),
         ("pp_dp", Degrees(pp=2, dp_replicate=2), {"training.local_batch_size": 2}),
+        ("nf4_pp_cp", Degrees(pp=2, cp=2), {"lora.quantize_base": "nf4"}),
+        ("nf4_dp", Degrees(dp_shard=2), {"lora.quantize_base": "nf4", "training.local_batch_size": 2}),
     ],
 )
 def test_every_layout_trains_the_same(rank_pool, tmp_path, documents, folder, one_process, name, degrees, settings):
@@ -131,16 +135,22 @@ def test_every_layout_trains_the_same(rank_pool, tmp_path, documents, folder, on
         **{"training.local_batch_size": 4, **layout_settings(degrees), **settings},
     )
     rank_pool.run(degrees.world_size, run, config)
-    for got, expected in zip(read_metrics(tmp_path / name), one_process, strict=True):
+    reference = one_process[settings.get("lora.quantize_base", "none")]
+    for got, expected in zip(read_metrics(tmp_path / name), reference, strict=True):
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6), name
         assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5), name
 
 
 @pytest.fixture(scope="module")
 def one_process(rank_pool, tmp_path_factory, documents, folder):
-    dump = tmp_path_factory.mktemp("one")
-    rank_pool.run(1, run, lora_config(dump, documents, folder, **{"training.local_batch_size": 4}))
-    return read_metrics(dump)
+    found = {}
+    for base in ("none", "nf4"):
+        dump = tmp_path_factory.mktemp(base)
+        settings = {"training.local_batch_size": 4, "lora.quantize_base": base}
+        rank_pool.run(1, run, lora_config(dump, documents, folder, **settings))
+        found[base] = read_metrics(dump)
+    assert found["none"][0]["loss"] != pytest.approx(found["nf4"][0]["loss"], rel=1e-6)
+    return found
 
 
 TOKENS = torch.randint(2048, (2, 100), generator=torch.Generator().manual_seed(5))
@@ -167,6 +177,43 @@ def test_peft_and_transformers_compute_the_same(new_trainer, tmp_path, folder, r
     modules |= set() if len(targets) == 2 else {"gate_proj", "up_proj", "down_proj"}
     config = json.loads((tmp_path / "run" / "peft" / "step-3" / "adapter_config.json").read_text())
     assert (set(config["target_modules"]), config["use_rslora"]) == (modules, rslora)
+
+
+def test_quantised_weights_are_merged_as_they_were_trained_beside(new_trainer, tmp_path, folder):
+    settings = {"lora.quantize_base": "nf4", "lora.target_modules": ["wq", "w2"], "optimizer.lr": 0.02}
+    trainer = new_trainer(**settings, **{"checkpoint.last_save_in_hf": True})
+    trainer.train()
+    with torch.no_grad():
+        ours = trainer.model(TOKENS)
+        whole, base = (
+            transformers.AutoModelForCausalLM.from_pretrained(place, attn_implementation="eager")
+            for place in (tmp_path / "run" / "hf" / "step-3", folder)
+        )
+        torch.testing.assert_close(whole(TOKENS).logits, ours, rtol=0, atol=2e-5)
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "peft" / "step-3")
+        assert (adapted(TOKENS).logits - ours).abs().max() > 1e-2  # beside weights that are not rounded
+
+
+def test_a_quantised_base_from_a_checkpoint(new_trainer, tmp_path, folder):
+    write_step(HFWeights(folder), tmp_path / "base")
+    losses = []
+    for dump, place in (("hf", {}), ("dcp", {"checkpoint.initial_load_path": str(tmp_path / "base")})):
+        settings = {"lora.quantize_base": "nf4", "checkpoint.initial_load_in_hf": dump == "hf", **place}
+        new_trainer(dump, **settings).train()
+        losses.append([entry["loss"] for entry in read_metrics(tmp_path / dump)])
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    with pytest.raises(CheckpointError, match=r"feed_forward\.w1\.weight: \[80, 48\] in .*, \[64, 48\] here"):
+        settings |= {"model.args.ffn_hidden_dim": 64}
+        new_trainer("other", **settings)
+
+
+@pytest.mark.parametrize("base", ["none", "nf4"])
+def test_compiled_layers_share_their_graphs(new_trainer, base):
+    """More of them than torch compiles one function for."""
+    compiled = {"compile.enable": True, "compile.backend": "eager", "compile.components": ["model"]}
+    model = {"checkpoint.initial_load_in_hf": False, "model.args.n_layers": 10}
+    trainer = new_trainer(**{**compiled, **model, "training.steps": 1, "lora.quantize_base": base})
+    trainer.train()
 
 
 def test_adapters_are_merged_from_where_the_base_lies_now(new_trainer, tmp_path, folder):
@@ -203,7 +250,7 @@ def test_other_adapters_do_not_resume(new_trainer, change, message):
         new_trainer(**{"training.steps": 5}, **change)
 
 
-def test_rules(tmp_path, documents, folder):
+def test_rules(tmp_path, documents, folder, monkeypatch):
     def check(**settings):
         return check_config(lora_config(tmp_path, documents, folder, **settings), world_size=1, device_type="cpu")
 
@@ -221,4 +268,20 @@ def test_rules(tmp_path, documents, folder):
             }
         )
     assert len(error.value.problems) == 2
+    nf4 = {"lora.quantize_base": "nf4"}
+    assert check(**nf4) == []
+    (warning,) = check(**nf4, **{"lora.rank": 0})
+    assert warning == "lora.quantize_base: of no effect without lora.rank"
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    for settings, message in (
+        ({"parallelism.tensor_parallel_degree": 2}, "nf4 with parallelism.tensor_parallel_degree"),
+        (
+            {"model.args.ffn_hidden_dim": 49},
+            "49 x 48 numbers, not a multiple of the 64",
+        ),
+        ({}, "the package torchao is not installed; pip install torchao"),
+    ):
+        config = lora_config(tmp_path, documents, folder, **nf4, **settings)
+        with pytest.raises(ConfigError, match=message):
+            check_config(config, world_size=2, device_type="cpu")
     assert "wx: no such layer" in str(error.value) and "cannot be merged into random weights" in str(error.value)

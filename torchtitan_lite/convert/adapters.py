@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +15,10 @@ from torch import Tensor
 from torchtitan_lite.convert.dcp import StepFolder, StepWeights
 from torchtitan_lite.convert.folders import written_whole
 from torchtitan_lite.convert.hf import HFWeights, hf_name
-from torchtitan_lite.convert.weights import DTYPES, StoredWeights, WeightsError, parameter_shapes, require_same
+from torchtitan_lite.convert.weights import DTYPES, Stored, StoredWeights, WeightsError, parameter_shapes, require_same
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.lora import TARGETS, LoraSpec, adapter_shapes, merged
+from torchtitan_lite.models.llama3.nf4 import rounded
 
 
 class Adapters:
@@ -68,6 +70,26 @@ class MergedWeights(StoredWeights):
     def _adapter(self, name: str) -> tuple[Tensor, Tensor] | None:
         layer, tensors = name.removesuffix(".weight"), self.adapters.tensors
         return (tensors[f"{layer}.lora_a"], tensors[f"{layer}.lora_b"]) if f"{layer}.lora_a" in tensors else None
+
+
+class RoundedWeights(StoredWeights):
+    """Weights as a run computed with them that kept those of the blocks in NF4, quantised in ``dtype``."""
+
+    def __init__(self, base: StoredWeights, dtype: torch.dtype) -> None:
+        self.place, self.args, self._base, self._dtype = base.place, base.args, base, dtype
+        self.tensors = {
+            name: stored._replace(dtype=dtype) if _in_block(name, stored) else stored
+            for name, stored in base.tensors.items()
+        }
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        read = self._base.read(names)
+        return {name: rounded(t, self._dtype) if _in_block(name, self.tensors[name]) else t for name, t in read.items()}
+
+
+def _in_block(name: str, stored: Stored) -> bool:
+    """Whether it is a matrix of a block."""
+    return name.startswith("layers.") and len(stored.shape) == 2
 
 
 def open_step(folder: str | Path, base: str | Path | None = None) -> StoredWeights:
@@ -134,4 +156,9 @@ def _open_base(adapters: Adapters, folder: str | Path | None) -> StoredWeights:
             "--base names them"
         )
     args: ModelArgs = adapters.args
-    return HFWeights(place, args) if any(place.glob("*.safetensors")) else StepWeights(place)
+    base = HFWeights(place, args) if any(place.glob("*.safetensors")) else StepWeights(place)
+    if recorded is None or "nf4" not in recorded:
+        return base
+    if importlib.util.find_spec("torchao") is None:
+        raise WeightsError(f"{adapters.place} was trained beside weights in NF4; merging it needs the package torchao")
+    return RoundedWeights(base, DTYPES[recorded["nf4"]])

@@ -31,6 +31,7 @@ from torchtitan_lite.convert.weights import (
 from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER, load_tokenizer
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.hf_config import args_from_hf, hf_config, read_hf_config
+from torchtitan_lite.models.llama3.nf4 import fill_quantized
 from torchtitan_lite.models.llama3.shards import local_part
 
 INDEX = "model.safetensors.index.json"
@@ -118,7 +119,8 @@ class HFWeights(StoredWeights):
 
     @torch.no_grad()
     def load_into(self, model: nn.Module) -> None:
-        """Fill the parameters of ``model``, plain or sharded, reading of each only what this rank holds.
+        """Fill the parameters of ``model``, plain or sharded, reading of each only what this rank holds; and quantised
+        layers.
 
         ``model`` may be a pipeline stage; parameters that the folder has no tensor for are left alone.
         """
@@ -135,6 +137,7 @@ class HFWeights(StoredWeights):
                     opened[file] = stack.enter_context(_opened(file))
                 part = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
                 local.copy_(opened[file].get_slice(hf_name(name))[part])
+        fill_quantized(model, lambda name, shape: self.read([name])[name])
 
     def _drop_copy_of_embedding(self, found: dict[str, Stored]) -> None:
         """Some tools write the output projection of a tied model, too. It has to be what it is tied to."""

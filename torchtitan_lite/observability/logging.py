@@ -10,6 +10,8 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
@@ -83,6 +85,17 @@ def init_logger() -> None:
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if rank in ranks else logging.ERROR)
     logger.propagate = False  # another library may have configured the root logger: every line would come twice
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """For torchao, whose import warns of each kernel of its own that does not load, none of which is used here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 @functools.cache

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchtitan_lite.observability.logging import quiet_import
 
 
 def build_adamw8bit(param_groups: list[dict[str, Any]], *, compiled: bool, **settings: Any) -> torch.optim.Optimizer:
@@ -16,7 +15,7 @@ def build_adamw8bit(param_groups: list[dict[str, Any]], *, compiled: bool, **set
 
     compiled: let it compile its step, once a shape and sharding; otherwise that runs operator by operator.
     """
-    with _quiet():
+    with quiet_import():
         from torchao.optim import AdamW8bit
     optimizer = AdamW8bit(param_groups, **settings)
     if not compiled:
@@ -26,7 +25,7 @@ def build_adamw8bit(param_groups: list[dict[str, Any]], *, compiled: bool, **set
 
 def make_tables() -> None:
     """Have torchao work out the values of its codes, which it does once, on real tensors."""
-    with _quiet():
+    with quiet_import():
         from torchao.optim.subclass_8bit import OptimState8bit
     for signed in (True, False):
         OptimState8bit.zeros((256,), signed)
@@ -39,14 +38,3 @@ def stored_parts(state: Tensor) -> list[Tensor]:
         names, _ = state.__tensor_flatten__()
         return [getattr(state, name) for name in names]
     return [state]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Importing torchao warns of each kernel of its own that does not load, none of which is used here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

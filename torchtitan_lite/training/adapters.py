@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.schema import Config
+import torch
+
+from torchtitan_lite.config.schema import Config, Lora
 from torchtitan_lite.convert.step_folder import CheckpointError
 from torchtitan_lite.convert.weights import parameter_shapes
 from torchtitan_lite.models.llama3.args import ModelArgs
-from torchtitan_lite.models.llama3.lora import LoraSpec, adapter_shapes
+from torchtitan_lite.models.llama3.lora import LoraSpec, adapter_shapes, lora_spec
 from torchtitan_lite.observability.logging import logger
+
+
+def spec_of(config: Lora) -> LoraSpec | None:
+    """The adapters that a configuration asks for, None without any. Raises ValueError as :func:`lora_spec` does."""
+    values = asdict(config)
+    del values["quantize_base"]  # says how what lies beside them is kept
+    return lora_spec(**values)
 
 
 def adapter_params(args: ModelArgs, spec: LoraSpec | None) -> int:
@@ -21,15 +31,21 @@ def adapter_params(args: ModelArgs, spec: LoraSpec | None) -> int:
     return sum(prod(shape) for shape in adapter_shapes(parameter_shapes(args), spec).values())
 
 
-def base_of(config: Config) -> dict[str, Any] | None:
-    """Where the weights beside the adapters come from; None where they are those of the seed."""
+def base_of(config: Config, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Where the weights beside the adapters come from, and how they are kept; None where they are those of the seed.
+
+    dtype: that the model computes in.
+    """
     checkpoint = config.checkpoint
     path = checkpoint.initial_load_path
     if checkpoint.initial_load_in_hf and path is None:
         path = config.model.hf_assets_path
     if path is None:
         return None
-    return {"path": str(Path(path).expanduser().absolute()), "in_hf": checkpoint.initial_load_in_hf}
+    base = {"path": str(Path(path).expanduser().absolute()), "in_hf": checkpoint.initial_load_in_hf}
+    if config.lora.quantize_base == "nf4":
+        base["nf4"] = str(dtype).removeprefix("torch.")
+    return base
 
 
 def require_same_adapters(own: dict[str, Any], state: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from torchtitan_lite.convert.hf import HFWeights
 from torchtitan_lite.convert.step_folder import MARKER, CheckpointError, complete_steps, damage_named
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.lora import is_adapter
+from torchtitan_lite.models.llama3.nf4 import fill_quantized, quantized_layers
 from torchtitan_lite.observability.logging import logger
 from torchtitan_lite.training.optimizer import Optimizers
 
@@ -161,9 +162,7 @@ class CheckpointManager:
         elif path is not None:
             if not (Path(path) / ".metadata").is_file():  # DCP's own last word; it need not be from this project
                 raise CheckpointError(f"checkpoint.initial_load_path={path}: not a complete checkpoint (no .metadata)")
-            own = get_model_state_dict(self.model)
-            state = {"model": {name: value for name, value in own.items() if not is_adapter(name)}}
-            self._read(Path(path), state, any_dtype=True)
+            self._read_base(Path(path))
         if path is not None:
             logger.info(f"Took initial weights from {path}")
 
@@ -181,6 +180,26 @@ class CheckpointManager:
                 dcp.load(state, checkpoint_id=path)
                 return state["data_state"][str(dp_rank)]
         raise CheckpointError(f"{path} holds no place in the data of data-parallel rank {dp_rank} ({key})")
+
+    def _read_base(self, path: Path) -> None:
+        """Fill all but adapters from a checkpoint. Types may differ: what is not trained is kept in the type that
+        computes, or quantised."""
+        own = get_model_state_dict(self.model)
+        kept = {name: value for name, value in own.items() if not is_adapter(name)}
+        quantized = {
+            name: torch.empty(layer.out_features, layer.in_features, device="meta")
+            for name, layer in quantized_layers(self.model)
+        }
+        self._require_fitting(path, {"model": kept | quantized}, any_dtype=True)
+        self._read(path, {"model": kept})
+
+        def read(name: str, shape: tuple[int, int]) -> torch.Tensor:
+            state = {"model": {name: torch.empty(shape)}}
+            with damage_named(path):
+                dcp.load(state, checkpoint_id=path, no_dist=True)
+            return state["model"][name]
+
+        fill_quantized(self.model, read)
 
     def _load_run(self, path: Path, require: Callable[[dict[str, Any]], None] | None) -> dict[str, Any]:
         if json.loads((path / MARKER).read_text()).get("model_only"):
@@ -201,6 +220,7 @@ class CheckpointManager:
             "model": self._trained(),
             "optimizer": self._optimizer_state(),
         }
+        self._require_fitting(path, state)
         self._read(path, state)
         if self.optimizer.optimizers:
             set_optimizer_state_dict(self.model, self.optimizer.optimizers, state["optimizer"], options=_OPTIONS)
@@ -222,16 +242,16 @@ class CheckpointManager:
         """The parameters that are trained: all, or the adapters alone."""
         return get_model_state_dict(self.model, options=StateDictOptions(ignore_frozen_params=True))
 
-    def _read(self, path: Path, state: dict[str, Any], any_dtype: bool = False) -> None:
-        """Fill ``state`` from ``path``, and the model from it. DCP would drop keys and cast types without a word.
-
-        any_dtype: types may differ: weights that are not trained are kept in the type that computes.
-        """
+    def _require_fitting(self, path: Path, state: dict[str, Any], any_dtype: bool = False) -> None:
+        """Raise CheckpointError unless ``path`` holds ``state``. DCP would drop keys and cast types without a word."""
         with damage_named(path):
             stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         if problems := self._differences(stored, state, any_dtype):
             listed = problems[:10] + ([f"and {len(problems) - 10} more"] if len(problems) > 10 else [])
             raise CheckpointError(f"{path} does not fit this run's model or optimizer:\n  " + "\n  ".join(listed))
+
+    def _read(self, path: Path, state: dict[str, Any]) -> None:
+        """Fill ``state``, which fits, from ``path``, and the model from it."""
         with damage_named(path):
             dcp.load(state, checkpoint_id=path)
         set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # keys are checked

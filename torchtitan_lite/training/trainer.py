@@ -35,7 +35,7 @@ from torchtitan_lite.distributed.shared_folder import check_shared_folder
 from torchtitan_lite.distributed.timeouts import set_collective_timeouts
 from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
-from torchtitan_lite.models.llama3.lora import is_adapter, lora_spec
+from torchtitan_lite.models.llama3.lora import is_adapter
 from torchtitan_lite.models.llama3.model import Transformer
 from torchtitan_lite.observability.garbage_collection import GarbageCollection
 from torchtitan_lite.observability.logging import info_once, logger
@@ -43,7 +43,7 @@ from torchtitan_lite.observability.metrics import MetricsLogger, StepMetrics
 from torchtitan_lite.observability.profiler import maybe_profile
 from torchtitan_lite.observability.progress import ProgressBar
 from torchtitan_lite.observability.watchdog import StepWatchdog
-from torchtitan_lite.training.adapters import adapter_params, base_of, require_same_adapters
+from torchtitan_lite.training.adapters import adapter_params, base_of, require_same_adapters, spec_of
 from torchtitan_lite.training.checkpoint import CheckpointManager
 from torchtitan_lite.training.clipping import clip_grad_norm
 from torchtitan_lite.training.counts import Counts
@@ -99,8 +99,9 @@ class Trainer:
             varlen_engine=config.model.varlen_engine,
             max_documents_per_row=resolved_max_documents(config),
         )
-        self.lora = lora_spec(**asdict(config.lora))
+        self.lora = spec_of(config.lora)
         self.param_dtype = resolve_param_dtype(config.training.mixed_precision_param, self.device.type)
+        self.base = base_of(config, self.param_dtype)
         self._now("building the model")
         self.mesh = Mesh(self.device.type, self.degrees, self.world.rank)
         set_collective_timeouts(config.comm.init_timeout_seconds)  # torch gives the groups of a mesh half an hour
@@ -162,7 +163,7 @@ class Trainer:
         for part in parts.values():
             part.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
         # What is sure to be loaded need not be drawn first, which takes minutes for a large model.
-        init_weights(model, self.args, config.training.seed, only=is_adapter if base_of(config) is not None else None)
+        init_weights(model, self.args, config.training.seed, only=None if self.base is None else is_adapter)
         local = sum(p.to_local().numel() for p in model.parameters())
         self.adapter_params = adapter_params(self.args, self.lora)
         dtype = str(self.param_dtype).removeprefix("torch.")
@@ -175,6 +176,7 @@ class Trainer:
             logger.info(
                 f"LoRA: {self.adapter_params:,} parameters of adapters are trained ({share:.2%} of all), beside "
                 f"{', '.join(self.lora.targets)}"
+                f"{', the matrices of the blocks being kept in NF4' if config.lora.quantize_base == 'nf4' else ''}"
             )
         if self.world.size > 1:
             split = " x ".join(f"{name} {degree}" for name, degree in asdict(self.degrees).items() if degree > 1)
@@ -218,7 +220,7 @@ class Trainer:
 
     def _adapter_state(self) -> dict:
         """What the adapters of this run mean something by; empty without any."""
-        return {} if self.lora is None else {"lora": self.lora.as_json(), "base": base_of(self.config)}
+        return {} if self.lora is None else {"lora": self.lora.as_json(), "base": self.base}
 
     # -- training ------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 
 from torchtitan_lite.attention.backends import BLOCK_SIZE, unsupported
 from torchtitan_lite.config.checks.optimizer import optimizer_rules
@@ -11,11 +11,13 @@ from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.checks.validation import validation_rules
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.schema import Checkpoint
+from torchtitan_lite.convert.weights import parameter_shapes
 from torchtitan_lite.distributed.context_parallel import context_parallel_problems
 from torchtitan_lite.distributed.pipeline_plan import pipeline_problems
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.distributed.tensor_parallel import tensor_parallel_problems
-from torchtitan_lite.models.llama3.lora import lora_spec
+from torchtitan_lite.models.llama3.nf4 import BLOCK
+from torchtitan_lite.training.adapters import spec_of
 
 # Least value of each number that has one.
 AT_LEAST: dict[str, float] = {
@@ -176,9 +178,28 @@ def _compile(run: Run) -> Iterator[str]:
 
 def _lora(run: Run) -> Iterator[str]:
     try:
-        lora_spec(**asdict(run.config.lora))
+        spec = spec_of(run.config.lora)
     except ValueError as error:
         yield str(error)
+        return
+    if spec is None or run.config.lora.quantize_base == "none":
+        return
+    if run.degrees is not None and run.degrees.tp > 1:
+        yield (
+            "lora.quantize_base=nf4 with parallelism.tensor_parallel_degree: the blocks of a quantised matrix are not "
+            "split over ranks; use pipeline or data parallelism, or leave one of the two out"
+        )
+    if run.config.training.enable_cpu_offload:
+        yield (
+            "lora.quantize_base=nf4 with training.enable_cpu_offload: quantised weights stay where the model computes; "
+            "leave one of the two out"
+        )
+    for name, shape in {} if run.args is None else parameter_shapes(run.args).items():
+        if name.startswith("layers.0.") and len(shape) == 2 and math.prod(shape) % BLOCK:
+            yield (
+                f"lora.quantize_base=nf4: {name} has {shape[0]} x {shape[1]} numbers, not a multiple of the {BLOCK} "
+                "that share a scale"
+            )
 
 
 def _saving_and_loading(run: Run) -> Iterator[str]:

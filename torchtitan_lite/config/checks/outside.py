@@ -83,6 +83,11 @@ def _optimizer(run: Run) -> Iterator[str]:
         yield "optimizer.name=AdamW8bit: the package torchao is not installed; pip install torchao, or use AdamW"
 
 
+def _quantized_base(run: Run) -> Iterator[str]:
+    if run.config.lora.rank and run.config.lora.quantize_base == "nf4" and importlib.util.find_spec("torchao") is None:
+        yield "lora.quantize_base=nf4: the package torchao is not installed; pip install torchao, or leave it at none"
+
+
 OUTSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _tokenizer,
     _data,
@@ -91,4 +96,5 @@ OUTSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _output_folders,
     _metrics,
     _optimizer,
+    _quantized_base,
 )

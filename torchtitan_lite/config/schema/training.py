@@ -143,6 +143,10 @@ class Lora:
     rslora: bool = False
     """Rank-stabilised: the adapters' output counts alpha / sqrt(rank) times."""
 
+    quantize_base: Literal["none", "nf4"] = "none"
+    """nf4 (QLoRA): keep the frozen matrices of the blocks in 4-bit NormalFloat, whole on every rank that has the layer.
+    Needs torchao."""
+
 
 @dataclass
 class ActivationCheckpoint:

@@ -7,12 +7,14 @@ the blocks that meet its shard, so that neither time nor memory grows with the w
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.models.llama3.args import ModelArgs
+from torchtitan_lite.models.llama3.nf4 import fill_quantized
 from torchtitan_lite.models.llama3.shards import local_part
 
 # About how many elements are drawn from one seed. Part of what the weights of a seed are: do not change.
@@ -41,8 +43,10 @@ def init_std(args: ModelArgs, name: str) -> float | None:
 def init_weights(model: nn.Module, args: ModelArgs, seed: int, *, only: Callable[[str], bool] | None = None) -> None:
     """Fill every parameter of ``model`` (plain or sharded, on any device) in place.
 
-    only: says by a parameter's name whether it is to be filled; None: all are.
+    only: says by a parameter's name whether it is to be filled; None: all are, and quantised layers.
     """
+    if only is None:
+        fill_quantized(model, lambda name, shape: _draw(f"{seed}/{name}", shape, shape, (0, 0), init_std(args, name)))
     for name, parameter in model.named_parameters():
         if only is not None and not only(name):
             continue
@@ -58,13 +62,13 @@ def init_weights(model: nn.Module, args: ModelArgs, seed: int, *, only: Callable
             local.copy_(_draw(f"{seed}/{name}", parameter.shape, tuple(local.shape), offset, std))
 
 
-def _draw(key: str, full: torch.Size, shape: tuple[int, ...], offset: tuple[int, ...], std: float) -> Tensor:
+def _draw(key: str, full: tuple[int, ...], shape: tuple[int, ...], offset: tuple[int, ...], std: float) -> Tensor:
     """The part of a parameter at ``offset`` with ``shape``: fp32, normal, cut off at three standard deviations.
 
     Whole rows are drawn, so of a matrix that tensor parallelism splits by columns (wo, w2) a rank draws tp times what
     it keeps. For 405B on 128 GPUs (pp 16, tp 8) those are 9.1e9 numbers a rank, two minutes; FSDP divides them.
     """
-    block_rows = max(1, _BLOCK_ELEMENTS // full[1:].numel())
+    block_rows = max(1, _BLOCK_ELEMENTS // math.prod(full[1:]))
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
     first, last = offset[0], offset[0] + shape[0]
     out = torch.empty(shape)

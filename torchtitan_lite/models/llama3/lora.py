@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -88,8 +87,9 @@ def apply_lora(model: nn.Module, spec: LoraSpec) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for block in model.layers.values():
-        for linear in _targets(block, spec):
-            _adapt(linear, spec)
+        for name, linear in block_linears(block):
+            if name.rpartition(".")[2] in spec.targets:
+                _adapt(linear, spec)
 
 
 def is_adapter(name: str) -> bool:
@@ -114,9 +114,11 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return weight.float() + scale * (b.float() @ a.float())
 
 
-def _targets(block: nn.Module, spec: LoraSpec) -> Iterator[nn.Linear]:
-    for name in spec.targets:
-        yield getattr(block.attention if hasattr(block.attention, name) else block.feed_forward, name)
+def block_linears(block: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The layers of a block that may be targets, by their names in it, in the order of :data:`TARGETS`."""
+    for name in TARGETS:
+        part = "attention" if hasattr(block.attention, name) else "feed_forward"
+        yield f"{part}.{name}", getattr(getattr(block, part), name)
 
 
 def _adapt(linear: nn.Linear, spec: LoraSpec) -> None:
@@ -132,23 +134,29 @@ def _adapt(linear: nn.Linear, spec: LoraSpec) -> None:
         a = distribute_tensor(a, weight.device_mesh, [Replicate() if by_outputs else Shard(1)])
         b = distribute_tensor(b, weight.device_mesh, [Shard(0) if by_outputs else Replicate()])
     linear.lora_a, linear.lora_b = nn.Parameter(a), nn.Parameter(b)
-    linear.forward = partial(_forward, linear, spec.scale, spec.dropout)
+    linear.scale, linear.dropout = spec.scale, spec.dropout
+    linear.__class__ = _AdaptedLinear
 
 
-def _forward(linear: nn.Linear, scale: float, dropout: float, x: Tensor) -> Tensor:
-    out = F.linear(x, linear.weight)
-    a, b = linear.lora_a, linear.lora_b
-    if not hasattr(x, "placements"):
-        return out + scale * F.linear(F.linear(F.dropout(x, dropout, linear.training), a), b)
-    from torch.distributed.tensor import DTensor, Partial
+class _AdaptedLinear(nn.Linear):
+    # A class, and not a function put on each layer: the compiler takes layers with the same code to be alike.
 
-    # On local tensors, so that what DTensor would make of a sum under way, gathering it between A and B, is not left to
-    # it: split by inputs, the sum over ranks is taken once, with that of W x.
-    partial_sum, mesh = [Partial()], x.device_mesh
-    by_outputs = out.placements[0].is_shard()
-    x, a, b = (
-        tensor.to_local(grad_placements=partial_sum if whole else None)
-        for tensor, whole in ((x, by_outputs), (a, by_outputs), (b, not by_outputs))
-    )
-    delta = scale * F.linear(F.linear(F.dropout(x, dropout, linear.training), a), b)
-    return out + DTensor.from_local(delta, mesh, out.placements, run_check=False)
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight)
+        a, b = self.lora_a, self.lora_b
+        if not hasattr(x, "placements"):
+            return out + self._delta(x, a, b)
+        from torch.distributed.tensor import DTensor, Partial
+
+        # On local tensors, so that what DTensor would make of a sum under way, gathering it between A and B, is not
+        # left to it: split by inputs, the sum over ranks is taken once, with that of W x.
+        partial_sum, mesh = [Partial()], x.device_mesh
+        by_outputs = out.placements[0].is_shard()
+        x, a, b = (
+            tensor.to_local(grad_placements=partial_sum if whole else None)
+            for tensor, whole in ((x, by_outputs), (a, by_outputs), (b, not by_outputs))
+        )
+        return out + DTensor.from_local(self._delta(x, a, b), mesh, out.placements, run_check=False)
+
+    def _delta(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return self.scale * F.linear(F.linear(F.dropout(x, self.dropout, self.training), a), b)
