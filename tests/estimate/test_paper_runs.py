@@ -18,6 +18,7 @@ from torchtitan_lite.estimate.rank import _dimensions, fake_ranks, measure_rank
 from torchtitan_lite.estimate.schedule import schedule_order
 from torchtitan_lite.estimate.timing import over_step, step_traffic
 from torchtitan_lite.models.llama3.init import init_weights
+from torchtitan_lite.models.llama3.nf4 import quantized_layers
 from torchtitan_lite.training.adamw8bit import stored_parts
 from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.optimizer import build_optimizer
@@ -74,6 +75,10 @@ LAYOUTS = {
     ),
     "Muon": toy(**{"optimizer.name": "Muon"}),
     "moments of 8 bits": toy(**{"optimizer.name": "AdamW8bit", "optimizer.implementation": "for-loop"}),
+    "adapters": toy(**{"lora.rank": 3, "training.global_batch_size": 12}),
+    "adapters of quantised weights": toy(
+        **{"lora.rank": 3, "lora.quantize_base": "nf4", "model.args.ffn_hidden_dim": 48}
+    ),
 }
 
 
@@ -123,11 +128,12 @@ def real_step(plan: Plan) -> dict:
     with Ledger() as ledger:
         moments = [parts_module._local(value) for state in optimizer.state.values() for value in state.values()]
         states = [part for moment in moments for part in stored_parts(moment)]
-        ledger.label((parts_module._local(t) for t in model.parameters()), PARAMETERS)
+        quantized = [part for _, layer in quantized_layers(model) for part in stored_parts(layer.weight)]
+        ledger.label([*map(parts_module._local, model.parameters()), *quantized], PARAMETERS)
         ledger.label(states, OPTIMIZER)
         ledger.take_peak()
         forward_backward()
-        gradients = [parts_module._local(p.grad) for p in model.parameters()]
+        gradients = [parts_module._local(p.grad) for p in model.parameters() if p.requires_grad]
         fullest = ledger.take_peak().bytes()
     dimensions = _dimensions(mesh)
     result = {
@@ -138,7 +144,7 @@ def real_step(plan: Plan) -> dict:
             if isinstance(key, Traffic) and key.group in dimensions and n
         },
         "flops": ledger.done[MATMUL_FLOPS],
-        "parameters": sum(p.to_local().nbytes for p in model.parameters()),
+        "parameters": sum(t.nbytes for t in [*map(parts_module._local, model.parameters()), *quantized]),
         "gradients": sum(g.nbytes for g in gradients),
         "optimizer": sum(t.nbytes for t in states),
     }
@@ -190,6 +196,13 @@ def test_each_rank_on_paper_is_the_rank(rank_pool, layout):
         parameters = 2 * 2049 * 32 + 5 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 50 + 2 * 32) + 32
         assert sum(real["parameters"] for real, _ in runs) == 4 * parameters
         assert sum(real["optimizer"] for real, _ in runs) == 8 * parameters + 4 * 4 * (2 + 5 * 9 + 1)
+    if layout == "adapters of quantised weights":
+        # On every rank, of n numbers: n / 2 B, n / 64 scales of 1 B, a factor of 4 B for each gcd(256, n / 64) of them,
+        # a mean of 4 B and the 16 values of 4 B; wq, wo of 1,024, wk, wv of 512, w1, w2, w3 of 1,536 numbers.
+        quantized = 2 * (512 + 16 + 4) + 2 * (256 + 8 + 4) + 3 * (768 + 24 + 12) + 7 * 68
+        adapters = 3 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+        sharded = 2 * 2049 * 32 + 32 + 5 * (2 * 32 + adapters)
+        assert sum(real["parameters"] for real, _ in runs) == 4 * 5 * quantized + 4 * sharded
     if layout == "Muon":  # 4 B for each parameter of a layer's matrices, and 8 B, with a step count, for the others
         matrices, others = 5 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 50), 2 * 2049 * 32 + 5 * 2 * 32 + 32
         assert sum(real["optimizer"] for real, _ in runs) == 4 * matrices + 8 * others + 4 * 4 * (2 + 5 * 2 + 1)

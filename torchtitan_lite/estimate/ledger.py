@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -155,8 +154,8 @@ class Ledger(TorchDispatchMode):
             self._region = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # comes again as operators on local tensors
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # DTensors and quantised tensors: comes again as operators on what they are made of
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self._looks_away:

@@ -36,6 +36,7 @@ from torchtitan_lite.estimate.ledger import (
     Traffic,
 )
 from torchtitan_lite.models.llama3.model import Transformer
+from torchtitan_lite.models.llama3.nf4 import quantized_layers
 from torchtitan_lite.training import loss
 from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
 from torchtitan_lite.training.adamw8bit import make_tables, stored_parts
@@ -98,8 +99,9 @@ def count_state(model: nn.Module, config: Optimizer, ledger: Ledger) -> State:
     """
     # As plain tensors: DTensors would have torch work out the step for the whole model first.
     named = {name: nn.Parameter(_local(p.detach()), p.requires_grad) for name, p in model.named_parameters()}
-    shards = list(named.values())
-    trained = [shard for shard in shards if shard.requires_grad]
+    trained = [shard for shard in named.values() if shard.requires_grad]
+    quantized = [part for _, layer in quantized_layers(model) for part in stored_parts(layer.weight)]
+    shards = [*named.values(), *quantized]
     for shard in trained:
         shard.grad = torch.empty_like(shard)
     gradients = [shard.grad for shard in trained]

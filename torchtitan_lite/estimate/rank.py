@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,6 +22,8 @@ from torchtitan_lite.distributed.mesh import Mesh
 from torchtitan_lite.estimate.ledger import Ledger, Traffic
 from torchtitan_lite.estimate.parts import Done, Microbatch, Rows, State, ThinnedPart, count_state
 from torchtitan_lite.estimate.plan import Plan, paper_args, paper_config
+from torchtitan_lite.models.llama3.model import Transformer
+from torchtitan_lite.models.llama3.nf4 import quantize, quantized_layers
 from torchtitan_lite.training.parallelize import as_one, build_parts, reshards
 
 
@@ -75,6 +78,7 @@ def measure_rank(plan: Plan, rank: int, settings: dict[str, ActivationCheckpoint
         with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
             for part in parts.values():
                 part.to_empty(device="cpu")
+                _quantize(part, plan.param_dtype)
             state = count_state(as_one(parts), config.optimizer, ledger)
             found: dict[str, list[list[Microbatch]]] = {name: [] for name in settings}
             for part in parts.values():
@@ -89,6 +93,16 @@ def measure_rank(plan: Plan, rank: int, settings: dict[str, ActivationCheckpoint
                 for name, microbatches in thinned.measure(settings, plan.own_setting, plan.microbatches).items():
                     found[name].append([_by_dimension(m, dimensions) for m in microbatches])
     return RankCosts(rank, tuple(parts), state, found)
+
+
+def _quantize(part: Transformer, dtype: torch.dtype) -> None:
+    """Fill quantised layers. Quantising is thousands of operators, so it is done once for a shape."""
+    made: dict[tuple[int, int], torch.Tensor] = {}
+    for _, layer in quantized_layers(part):
+        shape = layer.out_features, layer.in_features
+        if shape not in made:
+            made[shape] = quantize(torch.empty(shape, dtype=dtype))
+        layer.weight = torch.empty_like(made[shape])
 
 
 @contextmanager
