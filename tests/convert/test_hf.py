@@ -14,6 +14,7 @@ from tiny_hf import LLAMA3_ROPE, hf_model, saved
 
 from torchtitan_lite.convert.hf import INDEX, HFWeights, hf_name, write_hf
 from torchtitan_lite.convert.weights import WeightsError, parameter_shapes
+from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER
 from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.model import Transformer
 
@@ -135,6 +136,47 @@ def test_assets_come_along(tmp_path):
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"temperature": 0.6, "eos_token_id": [1, 2]}'
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
     assert not (tmp_path / "out" / "README.md").exists()
+
+
+# Of folders that a tokenizer may come from, each with what would keep transformers from reading a Llama beside it.
+OTHER_MODELS = {
+    "another architecture": {
+        "model_type": "qwen2",
+        "auto_map": {"AutoModelForCausalLM": "modeling.Other"},
+        "layer_types": ["full_attention"] * 28,
+        "tie_word_embeddings": True,
+        "eos_token_id": 7,
+    },
+    "quantised": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "another rotation": {
+        "model_type": "llama",
+        "partial_rotary_factor": 0.5,
+        "rope_interleaved": True,
+        "original_max_position_embeddings": 8192,
+    },
+    "nested": {"model_type": "mllama", "text_config": {"hidden_size": 8}},
+}
+
+
+@pytest.mark.parametrize("other", OTHER_MODELS)
+def test_a_tokenizer_of_another_model_leaves_the_model_as_it_is(tmp_path, other):
+    source = saved(tmp_path / "in", **VARIANTS["llama3_rope"])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(OTHER_MODELS[other]))
+    write_hf(HFWeights(source), tmp_path / "out", "float32", tmp_path / "other")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    equal_logits(ours(source), loaded, 200)
+    assert loaded.config.eos_token_id == OTHER_MODELS[other].get("eos_token_id", 2)
+
+
+def test_a_tokenizer_without_bos_is_not_given_one(tmp_path):
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "tokenizer.json").write_bytes((DEBUG_TOKENIZER / "tokenizer.json").read_bytes())
+    write_hf(HFWeights(saved(tmp_path / "in")), tmp_path / "out", "float32", assets)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for config in (loaded.config, loaded.generation_config):
+        assert (config.bos_token_id, config.eos_token_id) == (None, None)
 
 
 def test_the_tokenizer_of_the_package_comes_along_and_loads(tmp_path):

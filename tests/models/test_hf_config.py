@@ -89,6 +89,8 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
 def test_both_spellings_of_the_kind_of_scaling(kind):
     args = args_from_hf(LLAMA_2_7B | {"rope_scaling": {kind: "linear", "factor": 2.0}})
     assert args.rope_scaling == RopeScaling(factor=2.0, kind="linear")
+    other = "type" if kind == "rope_type" else "rope_type"
+    assert args_from_hf(LLAMA_2_7B | {"rope_scaling": {kind: "linear", other: None, "factor": 2.0}}) == args
     assert args_from_hf(LLAMA_2_7B | {"rope_scaling": {kind: "default"}}).rope_scaling is None
 
 
@@ -96,6 +98,7 @@ def test_the_form_of_transformers_5():
     rope = dict(LLAMA_3_2_1B["rope_scaling"], rope_theta=500000.0)
     new = {name: value for name, value in LLAMA_3_2_1B.items() if name not in ("rope_scaling", "rope_theta")}
     assert args_from_hf(new | {"rope_parameters": rope}) == SIZES["1B"]
+    assert args_from_hf(LLAMA_3_2_1B | {"rope_parameters": rope}) == SIZES["1B"]  # in both forms, for every reader
 
 
 @pytest.mark.parametrize(
@@ -115,8 +118,22 @@ def test_the_form_of_transformers_5():
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=null: rope_type linear needs a number"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, r"low_freq_factor=null.*original_max_position"),
         ({"rope_scaling": 8}, "rope_scaling=8: must be an object"),
+        ({"rope_scaling": {"factor": 8.0}}, r'rope_scaling=\{"factor": 8.0\}: names no rope_type for its factor'),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "full_attention=.*: all layers have one rotation",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5: only 1",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"factor": 4}}, "say different things"),
         ({"hidden_size": "4096"}, 'hidden_size="4096": must be a whole number'),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0: must be a number above 0"),
+        ({"rope_theta": float("inf")}, "rope_theta=Infinity: must be a number above 0"),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings="false": must be true or false'),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0: must be a whole number"),
+        ({"head_dim": "128"}, 'head_dim="128": must be a whole number'),
         ({"num_key_value_heads": 5}, "n_heads=32 must be a multiple of n_kv_heads=5"),
         ({"head_dim": 63}, "head_dim=63 must be even"),
     ],
@@ -151,6 +168,7 @@ def test_what_the_source_says_is_kept_where_it_still_holds():
     grown = hf_config(model_args("1B", {"vocab_size": 128300, "rope_theta": 1e6}), "float32", base)
     assert (grown["vocab_size"], grown["rope_theta"], grown["eos_token_id"]) == (128300, 1e6, [1, 2])
     assert args_from_hf(grown).rope_scaling == SIZES["1B"].rope_scaling
+    assert hf_config(SIZES["1B"], "float32", base | {"dtype": "x", "torch_dtype": "y"}) == base | {"dtype": "float32"}
 
 
 def test_a_sliding_window_is_not_lost_in_silence():

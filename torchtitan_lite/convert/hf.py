@@ -213,7 +213,7 @@ def write_hf_tensors(
 def write_hf_assets(args: ModelArgs, folder: Path, dtype: str, assets: str | Path | None) -> None:
     """``config.json``, ``generation_config.json`` and the tokenizer's files."""
     base: dict[str, Any] = {}
-    special: dict[str, int] = {}
+    special: dict[str, int | None] = {}
     generation = None
     if assets is not None:
         source = DEBUG_TOKENIZER if str(assets) == "debug" else Path(assets).expanduser()
@@ -226,8 +226,8 @@ def write_hf_assets(args: ModelArgs, folder: Path, dtype: str, assets: str | Pat
             generation = (source / "generation_config.json").read_text(encoding="utf-8")
         if (source / "tokenizer.json").is_file():
             tokenizer = load_tokenizer(str(assets))
-            ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-            special = {name: value for name, value in ids.items() if value is not None}
+            # null, too, is said: for what is left out, transformers takes 1 and 2.
+            special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     config = special | hf_config(args, dtype, base)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if generation is None:

@@ -7,6 +7,7 @@ matters is passed over in silence.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -104,17 +105,20 @@ def args_from_hf(config: dict[str, Any]) -> ModelArgs:
         if config.get(name) is not None and config[name] != value:
             problems.append(f"{name}={_shown(config[name])}: only {json.dumps(value)} is supported")
     fields = {name: default if config.get(name) is None else config[name] for name, default in _DEFAULTS.items()}
-    for name in _COUNTS:
-        if type(fields[name]) is not int or fields[name] < 1:
-            problems.append(f"{name}={_shown(fields[name])}: must be a whole number from 1 on")
+    kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
+    counts = {name: fields[name] for name in _COUNTS} | {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+    for name, value in counts.items():
+        if value is not None and (type(value) is not int or value < 1):
+            problems.append(f"{name}={_shown(value)}: must be a whole number from 1 on")
+    if type(fields["tie_word_embeddings"]) is not bool:
+        problems.append(f"tie_word_embeddings={_shown(fields['tie_word_embeddings'])}: must be true or false")
     rope = _rope(config, problems)
-    for name in ("rms_norm_eps", "rope_theta"):
-        value = rope["theta"] if name == "rope_theta" else fields[name]
-        if type(value) not in (int, float) or value <= 0:
+    for name, value in (("rms_norm_eps", fields["rms_norm_eps"]), ("rope_theta", rope["theta"])):
+        if not _is_positive(value):
             problems.append(f"{name}={_shown(value)}: must be a number above 0")
     if problems:
         raise HFConfigError("config.json: " + "; ".join(problems))
-    heads, head_dim = fields["num_attention_heads"], config.get("head_dim")
+    heads = fields["num_attention_heads"]
     if head_dim is not None and head_dim * heads == fields["hidden_size"]:
         head_dim = None
     try:
@@ -122,17 +126,17 @@ def args_from_hf(config: dict[str, Any]) -> ModelArgs:
             dim=fields["hidden_size"],
             n_layers=fields["num_hidden_layers"],
             n_heads=heads,
-            n_kv_heads=config.get("num_key_value_heads") or heads,
+            n_kv_heads=heads if kv_heads is None else kv_heads,
             ffn_hidden_dim=fields["intermediate_size"],
             vocab_size=fields["vocab_size"],
             max_seq_len=fields["max_position_embeddings"],
             rope_theta=float(rope["theta"]),
             rope_scaling=rope["scaling"],
             norm_eps=float(fields["rms_norm_eps"]),
-            tie_embeddings=bool(fields["tie_word_embeddings"]),
+            tie_embeddings=fields["tie_word_embeddings"],
             own_head_dim=head_dim,
         )
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise HFConfigError(f"config.json: {error}") from error
 
 
@@ -147,7 +151,8 @@ def hf_config(args: ModelArgs, dtype: str, base: dict[str, Any] | None = None) -
 
     Args:
         dtype: of the tensors beside it: float32, bfloat16 or float16.
-        base: what the folder that the model came from says. Its fields are kept where they still hold.
+        base: what the folder that the tokenizer came from says. Of the same model all is kept, of another one what
+            has no effect on the model.
 
     Raises:
         HFConfigError: the model has a sliding window, which a Llama folder cannot say.
@@ -155,11 +160,11 @@ def hf_config(args: ModelArgs, dtype: str, base: dict[str, Any] | None = None) -
     if args.sliding_window is not None:
         raise HFConfigError("a model with a sliding_window is no Llama that Hugging Face's config.json can describe")
     kept = dict(base or {})
-    name = "dtype" if "dtype" in kept else "torch_dtype"
-    if kept and _same_model(args, kept):
-        return kept | {name: dtype}
-    for legacy in ("rope_parameters", "rope_scaling"):
-        kept.pop(legacy, None)
+    written = "dtype" if "dtype" in kept else "torch_dtype"
+    kept.pop("torch_dtype", None)
+    if _same_model(args, kept):
+        return kept | {written: dtype}
+    kept = {name: value for name, value in kept.items() if name in _WITHOUT_EFFECT}
     return kept | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -181,7 +186,7 @@ def hf_config(args: ModelArgs, dtype: str, base: dict[str, Any] | None = None) -
         "mlp_bias": False,
         "initializer_range": kept.get("initializer_range", 0.02),
         "use_cache": True,
-        name: dtype,
+        written: dtype,
     }
 
 
@@ -198,20 +203,36 @@ def _same_model(args: ModelArgs, config: dict[str, Any]) -> bool:
 def _rope(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """Base and scaling of the rotary frequencies. Transformers 5 writes both as rope_parameters; before, they were
     rope_theta and rope_scaling, whose kind was first called type."""
+    given: dict[str, Any] = {}
     name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    given = config.get(name)
-    theta = config.get("rope_theta")
-    if given is not None and not isinstance(given, dict):
-        problems.append(f"{name}={_shown(given)}: must be an object")
-        given = None
-    given = given or {}
-    theta = given.get("rope_theta", _DEFAULTS["rope_theta"] if theta is None else theta)
-    return {"theta": theta, "scaling": _rope_scaling(name, given, config, problems)}
+    for spelling in ("rope_scaling", "rope_parameters"):
+        content = config.get(spelling)
+        if not isinstance(content, dict | None):
+            problems.append(f"{spelling}={_shown(content)}: must be an object")
+            continue
+        content = {key: value for key, value in (content or {}).items() if value is not None}
+        if any(given.get(key, value) != value for key, value in content.items()):
+            problems.append("rope_scaling and rope_parameters say different things")
+        given |= content
+    theta = given.get("rope_theta", config.get("rope_theta"))
+    return {
+        "theta": _DEFAULTS["rope_theta"] if theta is None else theta,
+        "scaling": _rope_scaling(name, given, config, problems),
+    }
 
 
 def _rope_scaling(name: str, given: dict[str, Any], config: dict[str, Any], problems: list[str]) -> RopeScaling | None:
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
+    problems += [
+        f"{name}.{key}={_shown(value)}: all layers have one rotation here"
+        for key, value in given.items()
+        if isinstance(value, dict)
+    ]
+    if given.get("partial_rotary_factor", 1) != 1:
+        problems.append(f"{name}.partial_rotary_factor={_shown(given['partial_rotary_factor'])}: only 1 is supported")
+    kind = given.get("rope_type", given.get("type"))
+    if kind is None and "factor" in given:
+        problems.append(f"{name}={_shown(given)}: names no rope_type for its factor")
+    if kind in (None, "default"):
         return None
     needed = {
         "linear": ["factor"],
@@ -221,7 +242,7 @@ def _rope_scaling(name: str, given: dict[str, Any], config: dict[str, Any], prob
         problems.append(f"{name}.rope_type={_shown(kind)}: only default, linear and llama3 are supported")
         return None
     values = {key: given.get(key, config.get(key)) for key in needed}
-    wrong = [key for key, value in values.items() if type(value) not in (int, float) or value <= 0]
+    wrong = [key for key, value in values.items() if not _is_positive(value)]
     if wrong:
         problems += [f"{name}.{key}={_shown(values[key])}: rope_type {kind} needs a number above 0" for key in wrong]
         return None
@@ -252,6 +273,10 @@ def _scaling_as_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_seq_len,
     }
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _shown(value: Any) -> str:
