@@ -67,19 +67,19 @@ class Talk:
         """What follows each prompt, as it comes where there is one, else one after the other."""
         if len(prompts) == 1:
             print(shown[0], end="", flush=True)
-            self.answer(prompts[0], self.side.stop_ids)
+            self.answer(prompts[0], self.side.stop_ids, goes_on=True)
             return
         began = time.perf_counter()
         found = self._generated(prompts, self.side.stop_ids)
-        for number, (text, ids) in enumerate(zip(shown, found, strict=True), 1):
-            print(f"--- {number}\n{text}{self.side.decode(ids)}")
+        for number, (text, prompt, ids) in enumerate(zip(shown, prompts, found, strict=True), 1):
+            print(f"--- {number}\n{text}{self.side.continued(prompt, ids)}")
         self._report(sum(map(len, found)), began)
 
-    def answer(self, prompt: list[int], stop_ids: frozenset[int]) -> str:
-        """One answer, written as it comes. Returns its text."""
+    def answer(self, prompt: list[int], stop_ids: frozenset[int], *, goes_on: bool = False) -> str:
+        """One answer, written as it comes; ``goes_on``: it is of one text with the prompt. Returns its text."""
         from torchtitan_lite.generation.text import Streamed
 
-        streamed, began = Streamed(self.side), time.perf_counter()
+        streamed, began = Streamed(self.side, prompt if goes_on else ()), time.perf_counter()
         (ids,) = self._generated([prompt], stop_ids, lambda row, token: print(streamed.add(token), end="", flush=True))
         print(streamed.rest())
         self._report(len(ids), began)

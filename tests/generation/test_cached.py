@@ -123,6 +123,7 @@ def test_draws_follow_the_probabilities():
     ("settings", "message"),
     [
         ({"temperature": -1}, "temperature=-1: must be at least 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": -1}, "top_k=-1"),
         ({"top_p": 0}, "top_p=0: must be above 0"),
         ({"top_p": 1.5}, r"top_p=1\.5"),

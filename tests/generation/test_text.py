@@ -2,7 +2,10 @@ import json
 import shutil
 
 import pytest
+import tokenizers
 import transformers
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE
 
 from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER
 from torchtitan_lite.generation.text import Streamed, TextSide
@@ -47,10 +50,15 @@ def test_what_ends_an_answer(chatml):
     eos, end = side.tokenizer.eos_id, side.tokenizer.backend.token_to_id("<|im_end|>")
     assert side.stop_ids == {eos}
     assert side.chat_stop_ids() == {eos, end}
+    (chatml / "config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    assert TextSide.of(str(chatml)).stop_ids == {eos, 3, 5}
     (chatml / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert TextSide.of(str(chatml)).stop_ids == {eos, 7, 9}
     (chatml / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     assert TextSide.of(str(chatml)).stop_ids == {eos, 7}
+    (chatml / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config\.json is not valid JSON"):
+        TextSide.of(str(chatml))
     debug = TextSide.of("debug")
     assert debug.chat_stop_ids() == debug.stop_ids == {debug.tokenizer.eos_id}
 
@@ -78,3 +86,19 @@ def test_text_comes_out_whole(text):
     pieces = [streamed.add(token) for token in ids]
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     assert "".join(pieces) + streamed.rest() == text
+
+
+def test_a_text_goes_on_with_the_space_of_its_next_word(tmp_path):
+    """A tokenizer like Llama 2's: a word begins with its space, and the first of a text goes without one."""
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "</s>", "▁", "a", "b", "▁a", "▁b"])}
+    backend = tokenizers.Tokenizer(BPE(vocabulary, [("▁", "a"), ("▁", "b")], unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    side = TextSide.of(str(tmp_path))
+    before, new = side.prompt("a b"), [backend.token_to_id(token) for token in ("▁b", "a", "▁a", "</s>")]
+    assert side.continued(before, new) == " ba a"
+    streamed = Streamed(side, before)
+    assert [streamed.add(token) for token in new] == [" b", "a", " a", ""]
+    assert side.decode(new) == "ba a"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: must be at least 0, which takes the likeliest token")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: must be at least 0, which leaves all tokens in")

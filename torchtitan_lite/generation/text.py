@@ -12,7 +12,7 @@ import tokenizers
 
 from torchtitan_lite.data.chat.template import BEGIN, END, ChatTemplate, load_chat_template
 from torchtitan_lite.data.sources.document import BadRecord
-from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER, Tokenizer, load_tokenizer
+from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER, Tokenizer, TokenizerError, load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -31,7 +31,9 @@ class TextSide:
     @classmethod
     def of(cls, assets: str, chat_template: str | None = None) -> TextSide:
         """From a tokenizer folder (``"debug"``: the package's). What ends a text is its EOS, and what
-        ``generation_config.json`` calls so. Raises TokenizerError or ChatTemplateError.
+        ``generation_config.json``, or without one ``config.json``, calls so.
+
+        Raises TokenizerError or ChatTemplateError.
 
         chat_template: a file, instead of the folder's own.
         """
@@ -68,6 +70,10 @@ class TextSide:
         """Text of an answer, without the token that ends it or other special ones."""
         return self.tokenizer.backend.decode(list(ids), skip_special_tokens=True)
 
+    def continued(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """What ``ids`` add to the text of ``before``."""
+        return self.decode([*before, *ids])[len(self.decode(before)) :]
+
     def _rendered(self, messages: Messages, *, generation_prompt: bool = False) -> str:
         try:
             rendered = self.template.render(messages, generation_prompt=generation_prompt)
@@ -83,10 +89,15 @@ class TextSide:
 
 
 class Streamed:
-    """Text of tokens that come one at a time. A character of several tokens is held back until it is whole."""
+    """Text of tokens that come one at a time. A character of several tokens is held back until it is whole.
 
-    def __init__(self, side: TextSide) -> None:
-        self._side, self._ids, self._told = side, [], 0
+    before: tokens of a text that is gone on with; an answer has a text of its own. It matters where a word's token
+        begins with its space, which tokenizers like Llama 2's leave out at the beginning of a text.
+    """
+
+    def __init__(self, side: TextSide, before: Sequence[int] = ()) -> None:
+        self._side, self._ids = side, list(before)
+        self._told = len(side.decode(self._ids))
 
     def add(self, token: int) -> str:
         """The text that this token has made certain."""
@@ -107,8 +118,11 @@ class Streamed:
 
 def _stop_ids(folder: Path, tokenizer: Tokenizer) -> set[int]:
     found = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
-    file = folder / "generation_config.json"
-    if file.is_file():
-        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    if file := next(filter(Path.is_file, files), None):  # the second counts where there is no first
+        try:
+            ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise TokenizerError(f"{file} is not valid JSON: {error}") from error
         found |= set(ends if isinstance(ends, list) else [] if ends is None else [ends])
     return found
