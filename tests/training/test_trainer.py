@@ -1,6 +1,7 @@
 """Whole runs in this process, fp32 and deterministic. What several ranks do is tested in tests/distributed."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from filelock import FileLock
 from toy_run import read_metrics, toy_config
 
 from torchtitan_lite.config.load import ConfigError
+from torchtitan_lite.convert.hf import HFWeights
 from torchtitan_lite.convert.step_folder import complete_steps
 from torchtitan_lite.data.collator import IGNORE_INDEX
 from torchtitan_lite.data.loader import RowLoader
@@ -75,6 +77,21 @@ def test_the_first_loss_is_the_mean_over_target_tokens(new_trainer, run):
         targets += (batch.labels != IGNORE_INDEX).sum().item()
     first = run(**{"training.global_batch_size": 4})[0]
     assert [first["loss"], first["max_loss"]] == pytest.approx([losses / targets] * 2, rel=1e-6)
+
+
+def test_a_folder_for_others_is_that_of_the_last_run(new_trainer, tmp_path):
+    """Whatever an earlier run left under the name; a run that only looks in leaves it as it is."""
+    settings = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True, "training.steps": 1}
+    folder, written = tmp_path / "run" / "hf" / "step-1", []
+    for seed in (1, 2, 2):
+        trainer = new_trainer(**settings, **{"training.seed": seed})
+        trainer.train()
+        exported = HFWeights(folder).read(["norm.weight", "output.weight"])
+        assert all(tensor.equal(weights(trainer)[name]) for name, tensor in exported.items())
+        written.append((folder / "config.json").stat().st_ino)
+        if seed == 1:
+            shutil.rmtree(tmp_path / "run" / "checkpoint")
+    assert written[1] == written[2]
 
 
 def test_one_line_for_each_logged_step(run):

@@ -12,6 +12,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.convert.adapters import MergedWeights, open_step, write_peft
 from torchtitan_lite.convert.folders import partial_of, put_in_place
 from torchtitan_lite.convert.hf import write_hf_assets, write_hf_tensors
+from torchtitan_lite.convert.step_folder import MARKER
 from torchtitan_lite.observability.logging import logger
 
 
@@ -20,9 +21,14 @@ def export_hf(step_folder: Path, target: Path, config: Config) -> None:
     to one in ``peft`` beside that. All ranks call this together; each reads and writes every n-th file, so that none
     holds more than one.
 
-    A folder that is there already is left as it is.
+    A folder that is there already is left as it is, unless the checkpoint was written after it.
     """
+    peft = target.parent.parent / "peft" / target.name
     if dist.get_rank() == 0:
+        for folder in (target, peft):
+            if folder.exists() and folder.stat().st_mtime < (step_folder / MARKER).stat().st_mtime:
+                logger.info(f"{folder} is from an earlier run and is written anew")
+                shutil.rmtree(folder)
         shutil.rmtree(partial_of(target), ignore_errors=True)
         if not target.exists():
             partial_of(target).mkdir(parents=True)
@@ -42,7 +48,6 @@ def export_hf(step_folder: Path, target: Path, config: Config) -> None:
         put_in_place(partial, target)
         logger.info(f"Wrote the weights in {dtype} as a Hugging Face folder to {target}")
         if isinstance(weights, MergedWeights):
-            peft = target.parent.parent / "peft" / target.name
             if not peft.exists():
                 write_peft(weights.adapters, peft)
             logger.info(f"The adapters merged into it are in PEFT's format in {peft}")
