@@ -13,6 +13,8 @@ from torchtitan_lite.config.fields import spell
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.load import ConfigError, load_config
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.convert.dcp import write_step
+from torchtitan_lite.convert.hf import HFWeights
 from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER
 
 GOOD = ("--model.flavor=debugmodel_sdpa_block_causal", "--training.mixed_precision_param=float32")
@@ -380,6 +382,29 @@ def test_weights_in_a_folder_of_hugging_face(tmp_path):
     assert "model.embed_tokens.weight: [2048, 48] there, [2048, 256] in this model" in problem
     without = only_problem("--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}")
     assert "a Hugging Face folder; checkpoint.initial_load_in_hf reads it" in without
+
+
+def test_weights_of_a_model_that_computes_otherwise(tmp_path):
+    shape = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+    rope = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    folder = saved(tmp_path / "hf", **shape, **heads, **rope, rms_norm_eps=1e-5)
+    here = ("--checkpoint.enable", "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={folder}")
+    (warning,) = check(*here)
+    assert warning.startswith(
+        f"The model differs from that of the weights in {folder}: rope_scaling RopeScaling(factor=2"
+    )
+    assert warning.endswith(" -> None")
+    write_step(HFWeights(folder), tmp_path / "step-0")
+    step = ("--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}/step-0")
+    (warning,) = check(*step, "--model.args.rope_theta=10000", "--model.args.n_heads=8", "--model.args.n_kv_heads=8")
+    assert f"{tmp_path}/step-0: n_heads 16 -> 8, n_kv_heads 16 -> 8, head_dim 16 -> 32, rope_theta 500000.0" in warning
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    (warning,) = check(*here)
+    assert "of a model that is not built here" in warning and 'hidden_act="gelu"' in warning
+    (folder / "config.json").unlink()
+    assert check(*here) == []
 
 
 def test_the_flavor_of_a_folder(tmp_path):

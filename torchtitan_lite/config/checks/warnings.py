@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 from torchtitan_lite.attention.backends import masks_documents
 from torchtitan_lite.config.checks.optimizer import optimizer_warnings
 from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.checks.validation import validation_warnings
 from torchtitan_lite.config.schema import Lora, Parallelism
+from torchtitan_lite.convert.dcp import StepFolder
+from torchtitan_lite.convert.step_folder import is_complete
 from torchtitan_lite.models.llama3.flavors import HF, join_flavor, split_flavor
-from torchtitan_lite.models.llama3.hf_config import read_hf_config, unknown_fields
+from torchtitan_lite.models.llama3.hf_config import HFConfigError, args_from_hf, read_hf_config, unknown_fields
 
 
 def warnings_about(run: Run) -> Iterator[str]:
@@ -56,6 +59,7 @@ def warnings_about(run: Run) -> Iterator[str]:
                 f"model.hf_assets_path={config.model.hf_assets_path}: config.json has fields that are not known here, "
                 f"and are passed over: {', '.join(unknown)}"
             )
+    yield from _weights_of_another_model(run)
     lora, checkpoint = config.lora, config.checkpoint
     if lora.rank > 0 and not checkpoint.initial_load_in_hf and checkpoint.initial_load_path is None:
         yield (
@@ -65,3 +69,30 @@ def warnings_about(run: Run) -> Iterator[str]:
     given, defaults = asdict(lora), asdict(Lora())
     if lora.rank == 0 and (unused := [name for name in given if given[name] != defaults[name]]):
         yield f"lora.{', '.join(unused)}: of no effect without lora.rank"
+
+
+def _weights_of_another_model(run: Run) -> Iterator[str]:
+    """What the shapes of weights do not tell, and has to be as it was when they were trained."""
+    checkpoint = run.config.checkpoint
+    path = checkpoint.initial_load_path
+    if checkpoint.initial_load_in_hf:
+        path = path or run.config.model.hf_assets_path
+        if not (Path(path).expanduser() / "config.json").is_file():  # not needed beside a SIZE
+            return
+        try:
+            trained = args_from_hf(read_hf_config(path))
+        except HFConfigError as error:
+            yield f"The weights in {path} are of a model that is not built here: {error}"
+            return
+    elif path is not None and is_complete(Path(path)):
+        trained = StepFolder(path).args
+    else:
+        return
+    names = ("n_heads", "n_kv_heads", "head_dim", "rope_theta", "rope_scaling", "norm_eps", "sliding_window")
+    differing = [
+        f"{name} {was} -> {now}"
+        for name in names
+        if (was := getattr(trained, name)) != (now := getattr(run.args, name))
+    ]
+    if differing:
+        yield f"The model differs from that of the weights in {path}: {', '.join(differing)}"
