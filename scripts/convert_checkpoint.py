@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     )
     assets = options.assets or assets_of(options.source, source_format)
     print(f"{options.source} ({source_format}): {weights.args.parameters:,} parameters")
-    if options.target_format != "dcp" and not has_tokenizer(assets):
+    if options.target_format != "dcp" and not has_tokenizer(assets, options.target_format):
         print("No tokenizer comes along; --assets names the folder of one", file=sys.stderr)
     with tqdm(
         total=weights.args.parameters, unit=" parameters", unit_scale=True, disable=not sys.stderr.isatty()
@@ -61,8 +61,11 @@ def main(argv: Sequence[str]) -> None:
     print(f"Wrote {options.target} ({options.target_format})")
 
 
-def has_tokenizer(assets: str | None) -> bool:
-    return assets is not None and (assets == "debug" or any(Path(assets).expanduser().glob("tokenizer*")))
+def has_tokenizer(assets: str | None, target_format: str) -> bool:
+    if assets == "debug":
+        return target_format == "hf"
+    file = "tokenizer.json" if target_format == "hf" else "tokenizer.model"
+    return assets is not None and (Path(assets).expanduser() / file).is_file()
 
 
 def own_options() -> argparse.ArgumentParser:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tiny_hf import LLAMA3_ROPE, hf_model, saved
 
+from torchtitan_lite.convert import hf
 from torchtitan_lite.convert.hf import INDEX, HFWeights, hf_name, write_hf
 from torchtitan_lite.convert.weights import WeightsError, parameter_shapes
 from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER
@@ -194,6 +195,33 @@ def test_a_folder_that_holds_something_is_not_overwritten(tmp_path):
     with pytest.raises(WeightsError, match="exists already"):
         write_hf(weights, tmp_path / "out", "float32", None)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_a_link_to_an_empty_folder_is_written_through(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    write_hf(HFWeights(saved(tmp_path / "in")), tmp_path / "link", "float32", None)
+    assert (tmp_path / "disk" / "model.safetensors").is_file() and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left")])
+def test_a_disk_that_is_full_is_said(tmp_path, monkeypatch, error):
+    def full(*_, **__):
+        raise error
+
+    weights = HFWeights(saved(tmp_path / "in"))
+    monkeypatch.setattr(hf, "save_file", full)
+    with pytest.raises(WeightsError, match=r"out cannot be written: .*No space left"):
+        write_hf(weights, tmp_path / "out", "float32", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path):
+    folder = saved(tmp_path, shard="30KB")
+    hf_model(seed=1).save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(folder / "model.safetensors")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    equal_logits(ours(folder), reference, 20)
 
 
 def broken(tmp_path: Path, change) -> Path:

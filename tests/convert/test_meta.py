@@ -162,6 +162,20 @@ def test_an_output_equal_to_the_embedding_is_tied(tmp_path):
     assert MetaWeights(meta_folder(tmp_path / "m", weights)).args.tie_embeddings
 
 
+def test_frequencies_are_not_weights(tmp_path):
+    weights = meta_weights()
+    of_llama_1 = {"layers.1.attention.inner_attention.rope.freqs": torch.ones(6)}
+    read = MetaWeights(meta_folder(tmp_path / "m", weights | of_llama_1, files=2))
+    assert set(read.tensors) == set(weights) - {"rope.freqs"}
+
+
+def test_values_beyond_float16_are_not_turned_into_infinity(tmp_path):
+    weights = meta_weights()
+    weights["norm.weight"][3] = 1e6
+    with pytest.raises(WeightsError, match=r"^norm\.weight has values beyond float16's range"):
+        write_meta(MetaWeights(meta_folder(tmp_path / "m", weights)), tmp_path / "out", "float16", None)
+
+
 def test_what_is_wrong_is_named(tmp_path):
     weights = meta_weights()
     del weights["layers.1.feed_forward.w3.weight"]

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from torchtitan_lite.convert.weights import WeightsError
 
 
@@ -16,19 +18,20 @@ def written_whole(folder: str | Path) -> Iterator[Path]:
     """A folder to write into, which gets its name ``folder`` once all is written, and is removed if that fails.
 
     Raises:
-        WeightsError: ``folder`` exists and is not empty.
+        WeightsError: ``folder`` exists and is not empty, or cannot be written.
     """
-    folder = Path(folder).expanduser()
+    folder = Path(folder).expanduser().resolve()
     require_free(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
+        partial.mkdir(parents=True)
         yield partial
         put_in_place(partial, folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise WeightsError(f"{folder} cannot be written: {error}") from error
         raise
 
 

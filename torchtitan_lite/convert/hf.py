@@ -24,6 +24,7 @@ from torchtitan_lite.convert.weights import (
     Stored,
     StoredWeights,
     WeightsError,
+    cast,
     parameter_shapes,
     require_floating,
     require_same,
@@ -201,7 +202,7 @@ def write_hf_tensors(
         file = f"model-{number + 1:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
         places.update({hf_name(name): file for name in names})
         if number % ranks == rank:
-            tensors = {hf_name(name): _cast(name, t, dtype) for name, t in weights.read(names).items()}
+            tensors = {hf_name(name): cast(name, t, dtype) for name, t in weights.read(names).items()}
             save_file(tensors, folder / file, metadata={"format": "pt"})
             progress(sum(tensor.numel() for tensor in tensors.values()))
     if rank == 0 and len(groups) > 1:
@@ -237,17 +238,12 @@ def write_hf_assets(args: ModelArgs, folder: Path, dtype: str, assets: str | Pat
     (folder / "generation_config.json").write_text(generation, encoding="utf-8")
 
 
-def _cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
-    cast = tensor.to(DTYPES[dtype]).contiguous()
-    if tensor.is_floating_point() and not torch.isfinite(cast).all() and torch.isfinite(tensor).all():
-        raise WeightsError(f"{name} has values beyond {dtype}'s range; export it as bfloat16 or float32")
-    return cast
-
-
 def _files(folder: Path) -> dict[Path, list[str] | None]:
     """The files that hold the weights, with the names that an index puts there, None for all in them."""
     if not folder.is_dir():
         raise WeightsError(f"{folder}: no such folder")
+    if (folder / "model.safetensors").is_file():  # before an index, as transformers has it
+        return {folder / "model.safetensors": None}
     if (folder / INDEX).is_file():
         try:
             places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -259,8 +255,6 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
         if missing := sorted(file.name for file in files if not file.is_file()):
             raise WeightsError(f"{folder}: {INDEX} names files that are not there: {', '.join(missing)}")
         return files
-    if (folder / "model.safetensors").is_file():
-        return {folder / "model.safetensors": None}
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pth", ".gguf"))
     there = f"; it has {', '.join(others[:5])}, which is not read" if others else ""
     raise WeightsError(f"{folder}: no model.safetensors and no {INDEX}{there}")

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from torchtitan_lite.convert.folders import written_whole
 from torchtitan_lite.convert.weights import (
-    DTYPES,
     Stored,
     StoredWeights,
     WeightsError,
+    cast,
     parameter_shapes,
     require_floating,
     require_same,
@@ -64,10 +64,9 @@ class MetaWeights(StoredWeights):
     def __init__(self, folder: str | Path, *, rope_factor: float | None = None, max_seq_len: int | None = None) -> None:
         self.place = Path(folder).expanduser()
         self._shards = _load_shards(self.place)
-        ignored = {"rope.freqs"}
-        names = [name for name in self._shards[0] if name not in ignored]
+        names = [name for name in self._shards[0] if not name.endswith("rope.freqs")]  # Llama 1 has them in each layer
         for number, shard in enumerate(self._shards[1:], 1):
-            if set(shard) - ignored != set(names):
+            if {name for name in shard if not name.endswith("rope.freqs")} != set(names):
                 raise WeightsError(f"{self.place}: consolidated.{number:02}.pth has other tensors than the first file")
         require_floating({name: self._shards[0][name].dtype for name in names}, self.place)
         dim = self._shards[0]["norm.weight"].shape[0] if "norm.weight" in names else None
@@ -127,13 +126,14 @@ def write_meta(
         assets: a folder whose ``tokenizer.model`` comes along, if it has one; None: none.
 
     Raises:
-        WeightsError: the folder exists and is not empty; or params.json cannot say what the model is.
+        WeightsError: the folder exists and is not empty; params.json cannot say what the model is; or a value does not
+            fit into ``dtype``.
     """
     params = _params(weights.args)
     with written_whole(folder) as partial:
         tensors: dict[str, Tensor] = {}
         for name in weights.tensors:
-            tensor = weights.read([name])[name].to(DTYPES[dtype])
+            tensor = cast(name, weights.read([name])[name], dtype)
             if name.endswith((".wq.weight", ".wk.weight")):
                 tensor = to_interleaved(tensor, weights.args.head_dim)
             tensors[name] = tensor.contiguous()

@@ -74,6 +74,14 @@ def parameter_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
+def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
+    """A tensor as it is exported. Raises WeightsError where ``dtype`` cannot hold its values."""
+    exported = tensor.to(DTYPES[dtype]).contiguous()
+    if not torch.isfinite(exported).all() and torch.isfinite(tensor).all():
+        raise WeightsError(f"{name} has values beyond {dtype}'s range; export it as bfloat16 or float32")
+    return exported
+
+
 def require_same(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], place: Path, hint: str = ""
 ) -> None:
