@@ -73,11 +73,11 @@ def naive_loss(model, path) -> tuple[float, int]:
 def test_the_loss_is_that_of_every_document_alone(new_trainer, held_out, rows):
     trainer = new_trainer(**{"validation.local_batch_size": rows})
     loss, targets = naive_loss(trainer.model, held_out)
-    result = trainer.validator.run(0)
+    result = trainer.evaluation.validator.run(0)
     assert result.targets == targets
     assert result.loss == pytest.approx(loss, rel=1e-6)
     assert result.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
-    assert trainer.validator.run(0) == result  # the same rows again
+    assert trainer.evaluation.validator.run(0) == result  # the same rows again
 
 
 def test_before_every_few_steps_and_at_the_end(new_trainer, tmp_path):
@@ -105,21 +105,19 @@ def test_accumulation_does_not_change_the_loss(new_trainer, tmp_path):
 
 
 def test_a_loss_that_is_no_number_is_not_the_best(new_trainer, monkeypatch):
-    trainer = new_trainer(**{"validation.keep_best": True, "checkpoint.enable": True})
+    trainer = new_trainer(**{"validation.keep_best": True, "validation.freq": 1, "checkpoint.enable": True})
     losses = iter([math.nan, 2.0, math.inf, 1.0, 1.5])
-    run = trainer.validator.run
+    run = trainer.evaluation.validator.run
 
     def scripted(step):
         result = run(step)
         object.__setattr__(result, "loss", next(losses))
         return result
 
-    monkeypatch.setattr(trainer.validator, "run", scripted)
-    kept = []
-    for trainer.step in (1, 2, 3, 4, 5):
-        kept.append(trainer._validate(None))
+    monkeypatch.setattr(trainer.evaluation.validator, "run", scripted)
+    kept = [trainer.evaluation.after(step, None) for step in (1, 2, 3, 4, 5)]
     assert kept == [False, True, False, True, False]
-    assert trainer.best == {"step": 4, "loss": 1.0}
+    assert trainer.evaluation.best == {"step": 4, "loss": 1.0}
 
 
 def test_each_source_of_a_mixture(new_trainer, tmp_path, held_out, documents):
@@ -128,7 +126,7 @@ def test_each_source_of_a_mixture(new_trainer, tmp_path, held_out, documents):
         MixtureSource(dataset="json", dataset_path=str(documents), name="more"),
     ]
     trainer = new_trainer(**{"validation.dataset": None, "validation.dataset_path": None, "validation.mix": mix})
-    result = trainer.validator.run(0)
+    result = trainer.evaluation.validator.run(0)
     naive = {name: naive_loss(trainer.model, path) for name, path in (("cats", held_out), ("more", documents))}
     assert result.sources == {name: pytest.approx(loss, rel=1e-6) for name, (loss, _) in naive.items()}
     whole = sum(loss * targets for loss, targets in naive.values()) / sum(targets for _, targets in naive.values())
@@ -137,9 +135,10 @@ def test_each_source_of_a_mixture(new_trainer, tmp_path, held_out, documents):
 
 def test_a_share_of_the_rows(new_trainer):
     trainer = new_trainer(**{"validation.steps": 2, "validation.local_batch_size": 1})
-    assert trainer.validator.rows.rows == [2]
-    few = trainer.validator.run(0)
-    same = new_trainer(**{"validation.steps": 1, "validation.local_batch_size": 2}).validator.run(0)
+    assert trainer.evaluation.validator.rows.rows == [2]
+    few = trainer.evaluation.validator.run(0)
+    other = new_trainer(**{"validation.steps": 1, "validation.local_batch_size": 2})
+    same = other.evaluation.validator.run(0)
     assert (few.targets, few.loss) == (same.targets, pytest.approx(same.loss, rel=1e-6))
 
 
@@ -155,14 +154,14 @@ def test_the_best_step_is_kept(new_trainer, tmp_path, monkeypatch):
         }
     )
     losses = iter([9.0, 8.0, 7.0, 5.0, 6.0, 6.5, 7.0, 7.5, 8.0])  # before the first step, then after each: 3 is best
-    run = trainer.validator.run
+    run = trainer.evaluation.validator.run
 
     def scripted(step):
         result = run(step)
         object.__setattr__(result, "loss", next(losses))
         return result
 
-    monkeypatch.setattr(trainer.validator, "run", scripted)
+    monkeypatch.setattr(trainer.evaluation.validator, "run", scripted)
     trainer.train()
     folder = tmp_path / "run" / "checkpoint"
     assert complete_steps(folder) == [3, 6, 8]
@@ -170,7 +169,7 @@ def test_the_best_step_is_kept(new_trainer, tmp_path, monkeypatch):
 
 
 def first_result(config) -> tuple[float, int]:
-    result = Trainer(config).validator.run(0)
+    result = Trainer(config).evaluation.validator.run(0)
     return result.loss, result.targets
 
 

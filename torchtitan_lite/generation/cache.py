@@ -6,6 +6,9 @@ left, so that all of a batch end together and a step writes one column.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,10 +63,17 @@ class CachedAttention:
         return out.transpose(1, 2)
 
 
-def use_cache(model: Transformer, padding: Tensor, length: int) -> CacheMask:
-    """Give ``model`` an empty cache, in place of its attention or of the cache before."""
+@contextmanager
+def cached(model: Transformer, padding: Tensor, length: int) -> Iterator[CacheMask]:
+    """In this block ``model`` has an empty cache in place of its attention."""
     mask = CacheMask(padding, length)
+    holders = [model, *(layer.attention for layer in model.layers.values())]
+    before = [holder.backend for holder in holders]
     model.backend = mask
-    for layer in model.layers.values():
-        layer.attention.backend = CachedAttention(mask)
-    return mask
+    for attention in holders[1:]:
+        attention.backend = CachedAttention(mask)
+    try:
+        yield mask
+    finally:
+        for holder, backend in zip(holders, before, strict=True):
+            holder.backend = backend

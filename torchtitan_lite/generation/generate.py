@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_lite.generation.cache import use_cache
+from torchtitan_lite.generation.cache import cached
 from torchtitan_lite.generation.sampling import Sampler, Sampling
 from torchtitan_lite.models.llama3.model import Transformer
 
 
-@torch.inference_mode()
+@torch.no_grad()  # and not in inference mode, whose tensors FSDP may keep for the next step of training
 def generate(
     model: Transformer,
     prompts: Sequence[Sequence[int]],
@@ -22,13 +22,15 @@ def generate(
     sampling: Sampling,
     stop_ids: Collection[int],
     on_token: Callable[[int, int], None] = lambda row, token: None,
+    agreed: Callable[[list[int]], list[int]] = lambda drawn: drawn,
 ) -> list[list[int]]:
     """The tokens that follow each prompt, up to one of ``stop_ids``, which is the last if it comes.
 
     Args:
-        model: whole, on its device; its attention is replaced by one with a cache.
+        model: whole, on its device, and in evaluation mode afterwards.
         prompts: of any length from 1 on; they run as one batch, padded on the left.
         on_token: told of each token as it is drawn, by the number of its prompt.
+        agreed: given the tokens of a step, what they are to be: ranks that write together must write the same.
 
     Raises:
         ValueError: a prompt is empty, or has no room for as many tokens, or one that the model does not know.
@@ -38,25 +40,25 @@ def generate(
     device = next(model.parameters()).device
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     columns = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = use_cache(model, padding, longest + max_new_tokens)
     sampler = Sampler(sampling, len(prompts))
     model.eval()
 
     new: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
-    for _ in range(max_new_tokens):
-        positions = torch.arange(mask.filled, mask.filled + columns.shape[1], device=device) - padding[:, None]
-        logits = model(columns, positions=positions.clamp(min=0), loss_fn=_last_logits)
-        mask.filled += columns.shape[1]
-        drawn = sampler.draw(logits)
-        for row in sorted(running):
-            new[row].append(drawn[row])
-            on_token(row, drawn[row])
-            if drawn[row] in stop_ids:
-                running.remove(row)
-        if not running:
-            break
-        columns = torch.tensor(drawn, device=device)[:, None]
+    with cached(model, padding, longest + max_new_tokens) as mask:
+        for _ in range(max_new_tokens):
+            positions = torch.arange(mask.filled, mask.filled + columns.shape[1], device=device) - padding[:, None]
+            logits = model(columns, positions=positions.clamp(min=0), loss_fn=_last_logits)
+            mask.filled += columns.shape[1]
+            drawn = agreed(sampler.draw(logits))
+            for row in sorted(running):
+                new[row].append(drawn[row])
+                on_token(row, drawn[row])
+                if drawn[row] in stop_ids:
+                    running.remove(row)
+            if not running:
+                break
+            columns = torch.tensor(drawn, device=device)[:, None]
     return new
 
 

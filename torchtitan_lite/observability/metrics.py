@@ -12,10 +12,10 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -173,7 +173,10 @@ def _drop_steps_after(path: Path, step: int) -> None:
     os.replace(rewritten, path)
 
 
-_Sink = tuple[Callable[[dict[str, float], int], None], Callable[[], None]]  # log(tags, step), close()
+class _Sink(NamedTuple):
+    log: Callable[[dict[str, float], int], None]  # numbers by their tags, of a step
+    log_text: Callable[[dict[str, str], int], None]
+    close: Callable[[], None]
 
 
 def _tensorboard(config: Config, start_step: int) -> _Sink:
@@ -188,7 +191,13 @@ def _tensorboard(config: Config, start_step: int) -> _Sink:
             writer.add_scalar(tag, value, step)
         writer.flush()  # or a killed run would lose the last two minutes
 
-    return log, writer.close
+    def log_text(texts: dict[str, str], step: int) -> None:
+        for tag, text in texts.items():
+            # TensorBoard reads Markdown, in which four spaces and more leave a text as it is.
+            writer.add_text(tag, "".join(f"    {line}\n" for line in text.split("\n")), step)
+        writer.flush()
+
+    return _Sink(log, log_text, writer.close)
 
 
 def _wandb(config: Config) -> _Sink:
@@ -204,7 +213,11 @@ def _wandb(config: Config) -> _Sink:
         config=dataclasses.asdict(config),
         resume="allow",  # with WANDB_RUN_ID set, a resumed run continues the same page
     )
-    return lambda values, step: run.log(values, step=step), run.finish
+
+    def log(values: dict[str, Any], step: int) -> None:
+        run.log(values, step=step)
+
+    return _Sink(log, log, run.finish)
 
 
 class MetricsLogger:
@@ -233,7 +246,9 @@ class MetricsLogger:
         path = folder / "metrics.jsonl"
         _drop_steps_after(path, start_step)
         self._validations = folder / "validation.jsonl"
-        _drop_steps_after(self._validations, start_step)
+        self._samples = folder / "samples.jsonl"
+        for file in (self._validations, self._samples):
+            _drop_steps_after(file, start_step)
         self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a killed run keeps every entry
 
     def __enter__(self) -> MetricsLogger:
@@ -245,8 +260,8 @@ class MetricsLogger:
     def log(self, metrics: StepMetrics) -> None:
         """Write one step everywhere."""
         self._file.write(json_line(metrics) + "\n")
-        for log, _ in self._sinks:
-            log(tags(metrics), metrics.step)
+        for sink in self._sinks:
+            sink.log(tags(metrics), metrics.step)
         logger.info(console_line(metrics, self._total_steps))
 
     def log_validation(self, result: Validation) -> None:
@@ -254,17 +269,27 @@ class MetricsLogger:
         fields = {name: _as_json(value) for name, value in result.as_json().items()}
         with self._validations.open("a", encoding="utf-8") as file:
             file.write(json.dumps(fields) + "\n")
-        for log, _ in self._sinks:
-            log(result.tags(), result.step)
+        for sink in self._sinks:
+            sink.log(result.tags(), result.step)
         logger.info(paint(result.console_line(), "green"))
+
+    def log_samples(self, samples: Sequence[tuple[str, str]], step: int) -> None:
+        """Write texts everywhere, each beside the prompt that it goes on with."""
+        with self._samples.open("a", encoding="utf-8") as file:
+            for number, (prompt, text) in enumerate(samples, 1):
+                file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+                logger.info(f"sample {number} after step {step}: {prompt!r} -> {text!r}")
+        texts = {f"samples/prompt_{i}": f"{prompt}\n\n{text}" for i, (prompt, text) in enumerate(samples, 1)}
+        for sink in self._sinks:
+            sink.log_text(texts, step)
 
     def note(self, values: dict[str, float], step: int) -> None:
         """Write numbers that belong to the run and not to a step, for TensorBoard and Weights & Biases alone."""
-        for log, _ in self._sinks:
-            log(values, step)
+        for sink in self._sinks:
+            sink.log(values, step)
 
     def close(self) -> None:
         """Flush and close everything."""
         self._file.close()
-        for _, close in self._sinks:
-            close()
+        for sink in self._sinks:
+            sink.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -48,6 +47,7 @@ from torchtitan_lite.training.checkpoint import CheckpointManager
 from torchtitan_lite.training.clipping import clip_grad_norm
 from torchtitan_lite.training.counts import Counts
 from torchtitan_lite.training.divergence import DivergenceCheck
+from torchtitan_lite.training.evaluation import Evaluation
 from torchtitan_lite.training.export import export_hf
 from torchtitan_lite.training.loss import LinearCrossEntropy
 from torchtitan_lite.training.lr_schedule import lr_factor
@@ -56,6 +56,7 @@ from torchtitan_lite.training.meter import StepMeter
 from torchtitan_lite.training.optimizer import build_optimizer, log_groups
 from torchtitan_lite.training.parallelize import as_one, build_parts, build_pipeline, reshards
 from torchtitan_lite.training.rows import build_rows
+from torchtitan_lite.training.samples import SampleWriter
 from torchtitan_lite.training.validate import Validator
 
 
@@ -113,21 +114,9 @@ class Trainer:
         self.loss_fn = LinearCrossEntropy(config.compile.backend if compile_loss else None)
         self.pipeline = build_pipeline(config, self.args, self.mesh, self.parts, self.loss_fn, self.device)
 
-        self.validator = None
-        if held_out is not None:
-            self.validator = Validator(
-                held_out,
-                self.model,
-                self._loss_sum,
-                place=self.place,
-                degrees=self.degrees,
-                device=self.device,
-                progress=lambda: self._now(f"validating after step {self.step}"),
-            )
-
+        self.evaluation = self._build_evaluation(held_out)
         self.step = 0
         self.tokens_seen = 0
-        self.best = None  # step and loss of the best validation so far
         self.checkpoint = CheckpointManager(
             config.checkpoint,
             self.dump_folder / config.checkpoint.folder,
@@ -187,6 +176,23 @@ class Trainer:
             info_once("FlexAttention has no CPU backward: its mask is applied through a dense-mask SDPA instead")
         return parts
 
+    def _build_evaluation(self, held_out: HeldOutRows | None) -> Evaluation:
+        validator = samples = None
+        if held_out is not None:
+            validator = Validator(
+                held_out,
+                self.model,
+                self._loss_sum,
+                place=self.place,
+                degrees=self.degrees,
+                device=self.device,
+                progress=lambda: self._now(f"validating after step {self.step}"),
+            )
+        if self.config.samples.prompts:
+            progress = partial(self._now, "writing samples")
+            samples = SampleWriter(self.config, self.model, self.device, progress)
+        return Evaluation(self.config, validator, samples)
+
     def _load_checkpoint(self) -> None:
         if not self.config.checkpoint.enable:
             return
@@ -194,7 +200,7 @@ class Trainer:
         if state is None or self.lora is not None:  # of an adapted model, checkpoints hold the adapters alone
             self.checkpoint.load_initial(self.args, self.config.model.hf_assets_path)
         if state is not None:
-            self.step, self.tokens_seen, self.best = state["step"], state["tokens_seen"], state.get("best")
+            self.step, self.tokens_seen, self.evaluation.best = state["step"], state["tokens_seen"], state.get("best")
             self.loader.load_state_dict(state["data"])
             if isinstance(self.loader, StreamLoader):
                 self.loader.load_rank_state(self.checkpoint.load_data_state(self.step, self.dp.rank))
@@ -211,7 +217,7 @@ class Trainer:
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
-            "best": self.best,
+            "best": self.evaluation.best,
             "seed": self.config.training.seed,
             "data": self.loader.state_dict(),
             "model": self.args.as_json(),
@@ -252,8 +258,8 @@ class Trainer:
             if metrics is not None:
                 for report in self.reports:
                     metrics.note(report.scalars(), self.step)
-            if self.validator is not None and self.step == 0:
-                self._validate(metrics)
+            if self.step == 0:
+                self.evaluation.after(0, metrics)
             self.batches = iter(self.loader)
             first = self.step + 1
             while self.step < total:
@@ -265,8 +271,7 @@ class Trainer:
                     if metrics is not None:
                         metrics.log(measured)
                         metrics.note(self.loader.counters(), self.step)
-                is_best = self._is_validation_step() and self._validate(metrics)
-                self._save_if_due(is_best)
+                self._save_if_due(is_best=self.evaluation.after(self.step, metrics))
                 bar.step()
                 profiler.step()
                 collector.step(self.step)
@@ -363,23 +368,6 @@ class Trainer:
         last = self.step == self.config.training.steps
         return checkpoint.enable and (last or self.step % checkpoint.interval == 0)
 
-    def _is_validation_step(self) -> bool:
-        if self.validator is None:
-            return False
-        return self.step == self.config.training.steps or self.step % self.config.validation.freq == 0
-
-    def _validate(self, metrics: MetricsLogger | None) -> bool:
-        """Measure the model on the held-out rows. Returns whether it is the best so far, and to be kept."""
-        result = self.validator.run(self.step)
-        if metrics is not None:
-            metrics.log_validation(result)
-        if not self.config.validation.keep_best or self.step == 0:
-            return False
-        if not math.isfinite(result.loss) or (self.best is not None and result.loss >= self.best["loss"]):
-            return False
-        self.best = {"step": self.step, "loss": result.loss}
-        return True
-
     def _loss_sum(self, batch: Batch) -> Tensor:
         """The sum of the token losses of a batch, of this rank's tokens, without gradients."""
         own = self._own_tokens(batch)
@@ -394,7 +382,7 @@ class Trainer:
             data_state = {self.dp.rank: self.loader.rank_state()} if streamed and self.place.counts_rows else None
             last = self.step == self.config.training.steps
             model_only = last and self.config.checkpoint.last_save_model_only
-            self.checkpoint.save(self.step, self._state(), data_state, model_only=model_only, best=self.best)
+            self.checkpoint.save(self.step, self._state(), data_state, model_only=model_only, best=self.evaluation.best)
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 

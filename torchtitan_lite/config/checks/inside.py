@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from torchtitan_lite.attention.backends import BLOCK_SIZE, unsupported
 from torchtitan_lite.config.checks.optimizer import optimizer_rules
 from torchtitan_lite.config.checks.run import Run
+from torchtitan_lite.config.checks.samples import samples_rules
 from torchtitan_lite.config.checks.validation import validation_rules
 from torchtitan_lite.config.help import value_of
 from torchtitan_lite.config.schema import Checkpoint
@@ -35,6 +36,8 @@ AT_LEAST: dict[str, float] = {
     "training.seed": 0,
     "lora.rank": 0,
     "validation.freq": 1,
+    "samples.freq": 1,
+    "samples.max_new_tokens": 1,
     "data.packing_window": 1,
     "data.max_documents_per_row": 0,
     "data.streaming_buffer": 1,
@@ -247,4 +250,5 @@ INSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _lora,
     _saving_and_loading,
     _validation,
+    samples_rules,
 )

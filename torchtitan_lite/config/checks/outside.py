@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchtitan_lite.config.checks.run import Run
+from torchtitan_lite.config.checks.samples import samples_prompts
 from torchtitan_lite.config.checks.validation import validation_sources
 from torchtitan_lite.convert.hf import HFWeights
 from torchtitan_lite.convert.weights import WeightsError
@@ -92,6 +93,7 @@ OUTSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     _tokenizer,
     _data,
     validation_sources,
+    samples_prompts,
     _initial_weights,
     _output_folders,
     _metrics,

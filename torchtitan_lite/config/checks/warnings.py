@@ -9,6 +9,7 @@ from pathlib import Path
 from torchtitan_lite.attention.backends import masks_documents
 from torchtitan_lite.config.checks.optimizer import optimizer_warnings
 from torchtitan_lite.config.checks.run import Run
+from torchtitan_lite.config.checks.samples import samples_warnings
 from torchtitan_lite.config.checks.validation import validation_warnings
 from torchtitan_lite.config.schema import Lora, Parallelism
 from torchtitan_lite.convert.dcp import StepFolder
@@ -32,6 +33,7 @@ def warnings_about(run: Run) -> Iterator[str]:
             yield f"parallelism.{', '.join(unused)}: of no effect without parallelism.pipeline_parallel_degree"
     yield from optimizer_warnings(config.optimizer)
     yield from validation_warnings(config.validation)
+    yield from samples_warnings(config.samples)
     warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
     if warmup > steps:  # quick trials with few steps are common, and well-defined
         yield (

@@ -13,6 +13,7 @@ from torchtitan_lite.config.schema.data import Data, MixtureSource
 from torchtitan_lite.config.schema.model import Model, ModelArgsOverrides
 from torchtitan_lite.config.schema.parallelism import Parallelism
 from torchtitan_lite.config.schema.run import Checkpoint, Comm, Job, Metrics, Profiling
+from torchtitan_lite.config.schema.samples import Samples
 from torchtitan_lite.config.schema.training import (
     ActivationCheckpoint,
     Compile,
@@ -42,6 +43,7 @@ __all__ = [
     "OptimizerGroup",
     "Parallelism",
     "Profiling",
+    "Samples",
     "Training",
     "Validation",
 ]
@@ -64,5 +66,6 @@ class Config:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     validation: Validation = field(default_factory=Validation)
+    samples: Samples = field(default_factory=Samples)
     lora: Lora = field(default_factory=Lora)
     comm: Comm = field(default_factory=Comm)

@@ -136,6 +136,8 @@ def check_sources(config: Config) -> list[str]:
             )
         if data.mix:
             problems += [f"{table}{problem}" for problem in _table_problems(data.mix[number - 1], used[-1])]
+    if config.samples.prompts and config.samples.chat:
+        used.append(frozenset(["chat_template"]))
     return [*_mixture_problems(config), *problems, *_data_problems(data, frozenset().union(*used))]
 
 

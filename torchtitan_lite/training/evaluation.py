@@ -1,0 +1,52 @@
+"""What a run is judged by between its steps: the loss on held-out rows, and samples of text."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.observability.metrics import MetricsLogger
+from torchtitan_lite.training.samples import SampleWriter
+from torchtitan_lite.training.validate import Validator
+
+
+class Evaluation:
+    """Says when, and remembers the best.
+
+    Attributes:
+        best: step and loss of the best validation so far; None before there is one.
+
+    Args:
+        validator, samples: None where the configuration asks for neither.
+    """
+
+    def __init__(self, config: Config, validator: Validator | None, samples: SampleWriter | None) -> None:
+        self.config, self.validator, self.samples = config, validator, samples
+        self.best: dict[str, Any] | None = None
+
+    def after(self, step: int, metrics: MetricsLogger | None) -> bool:
+        """Do what is due after ``step``, 0 being before the first. All ranks call this together.
+
+        metrics: where results go; None on all ranks but the main one.
+
+        Returns whether the model is the best so far, and to be kept.
+        """
+        if self.samples is not None and self._is_due(step, self.config.samples.freq):
+            written = self.samples.write()
+            if metrics is not None:
+                metrics.log_samples(written, step)
+        if self.validator is None or not self._is_due(step, self.config.validation.freq):
+            return False
+        result = self.validator.run(step)
+        if metrics is not None:
+            metrics.log_validation(result)
+        if not self.config.validation.keep_best or step == 0 or not math.isfinite(result.loss):
+            return False
+        if self.best is not None and result.loss >= self.best["loss"]:
+            return False
+        self.best = {"step": step, "loss": result.loss}
+        return True
+
+    def _is_due(self, step: int, freq: int) -> bool:
+        return step % freq == 0 or step == self.config.training.steps
