@@ -177,8 +177,8 @@ def write_hf(
         WeightsError: the folder exists and is not empty; or a value does not fit into ``dtype``.
     """
     with written_whole(folder) as partial:
+        write_hf_assets(weights.args, partial, dtype, assets)  # first, as it takes no time to be refused
         write_hf_tensors(weights, partial, dtype, file_bytes=file_bytes, progress=progress)
-        write_hf_assets(weights.args, partial, dtype, assets)
 
 
 def write_hf_tensors(
