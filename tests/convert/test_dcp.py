@@ -47,7 +47,8 @@ def test_formats_are_told_apart(tmp_path):
     (source / "consolidated.00.pth").touch()
     with pytest.raises(WeightsError, match="formats hf and meta; say which by --from"):
         format_of(source)
-    with pytest.raises(WeightsError, match="holds no weights"):
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(WeightsError, match=r"holds no weights that are read: .*; it has pytorch_model\.bin"):
         format_of(tmp_path)
     with pytest.raises(WeightsError, match="no such folder"):
         format_of(tmp_path / "nowhere")

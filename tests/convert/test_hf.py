@@ -271,11 +271,13 @@ def test_stored_frequencies_of_old_folders_are_not_weights(tmp_path):
     equal_logits(ours(folder), hf_model(), 20)
 
 
-def test_quantised_weights_are_refused(tmp_path):
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_weights_are_refused(tmp_path, dtype):
     def change(tensors):
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(getattr(torch, dtype))
 
-    with pytest.raises(WeightsError, match=r"model\.norm\.weight\); quantised weights are not read"):
+    message = rf"tensors of type {dtype} \(model\.norm\.weight\); quantised weights are not read"
+    with pytest.raises(WeightsError, match=message):
         HFWeights(broken(tmp_path, change))
 
 
@@ -290,6 +292,9 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
         HFWeights(folder)
     lost.write_bytes(content[: len(content) // 2])
     with pytest.raises(WeightsError, match=f"{re.escape(lost.name)} is damaged"):
+        HFWeights(folder)
+    lost.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(WeightsError, match=f"{re.escape(lost.name)} is Git LFS's pointer"):
         HFWeights(folder)
     old = tmp_path / "old"
     old.mkdir()

@@ -28,9 +28,11 @@ def format_of(folder: str | Path) -> str:
         return found[0]
     if found:
         raise WeightsError(f"{folder} holds weights in the formats {' and '.join(found)}; say which by --from")
+    others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pth") for path in folder.glob(pattern))
+    there = f"; it has {', '.join(others[:5])}" if others else ""
     raise WeightsError(
-        f"{folder} holds no weights: neither *.safetensors (hf), nor .metadata of a run's step-N folder (dcp), nor "
-        "consolidated.NN.pth (meta)"
+        f"{folder} holds no weights that are read: neither *.safetensors (hf), nor .metadata of a run's step-N folder "
+        f"(dcp), nor consolidated.NN.pth (meta){there}"
     )
 
 
