@@ -123,6 +123,24 @@ def test_values_beyond_float16_are_not_turned_into_infinity(tmp_path):
     assert not any(path.name.startswith("out") for path in tmp_path.iterdir())  # nothing half-written is left
 
 
+def test_ranks_that_take_turns_write_the_same_folder(tmp_path):
+    weights = HFWeights(saved(tmp_path / "in"))
+    write_hf(weights, tmp_path / "alone", "bfloat16", None, file_bytes=20_000)
+    (tmp_path / "turns").mkdir()
+    for rank in range(3):
+        hf.write_hf_tensors(weights, tmp_path / "turns", "bfloat16", file_bytes=20_000, turn=(rank, 3))
+    alone, turns = ({p.name: p.read_bytes() for p in (tmp_path / name).glob("model*")} for name in ("alone", "turns"))
+    assert len(alone) > 4 and turns == alone
+
+
+def test_what_a_killed_conversion_left_is_not_kept(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "model-00001-of-00009.safetensors").write_text("half")
+    write_hf(HFWeights(saved(tmp_path / "in")), tmp_path / "out", "float32", None)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+
+
 def test_names_of_every_parameter():
     theirs = {name for name, _ in hf_model().named_parameters()}
     assert {hf_name(name) for name in parameter_shapes(model_args("debugmodel", {"n_layers": 3}))} == theirs
