@@ -96,6 +96,14 @@ def test_groups_of_parameters(option, words):
     assert all(word in problem for word in words), problem
 
 
+def test_groups_of_what_is_frozen():
+    lora = ("--lora.rank=2", "--lora.target_modules=wq")
+    problem = only_problem(table(pattern="embeddings"), *lora)
+    assert "no parameter that is trained" in problem and "there are layers.5.attention.wq.lora_a, layers.5" in problem
+    assert "wk" in only_problem(table(pattern="wk"), *lora)
+    assert not any("optimizer" in warning for warning in check(table(pattern="wq.lora_b", lr_factor=16), *lora))
+
+
 def test_groups_that_work():
     assert check(table(pattern="wq", lr_factor=0), "--optimizer.no_decay=") == []
     assert check(table(pattern="layers.5.*wo"), '--optimizer.no_decay=["norm", "^tok"]') == []

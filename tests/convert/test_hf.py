@@ -123,6 +123,24 @@ def test_values_beyond_float16_are_not_turned_into_infinity(tmp_path):
     assert not any(path.name.startswith("out") for path in tmp_path.iterdir())  # nothing half-written is left
 
 
+def test_ranks_that_take_turns_write_the_same_folder(tmp_path):
+    weights = HFWeights(saved(tmp_path / "in"))
+    write_hf(weights, tmp_path / "alone", "bfloat16", None, file_bytes=20_000)
+    (tmp_path / "turns").mkdir()
+    for rank in range(3):
+        hf.write_hf_tensors(weights, tmp_path / "turns", "bfloat16", file_bytes=20_000, turn=(rank, 3))
+    alone, turns = ({p.name: p.read_bytes() for p in (tmp_path / name).glob("model*")} for name in ("alone", "turns"))
+    assert len(alone) > 4 and turns == alone
+
+
+def test_what_a_killed_conversion_left_is_not_kept(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "model-00001-of-00009.safetensors").write_text("half")
+    write_hf(HFWeights(saved(tmp_path / "in")), tmp_path / "out", "float32", None)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+
+
 def test_names_of_every_parameter():
     theirs = {name for name, _ in hf_model().named_parameters()}
     assert {hf_name(name) for name in parameter_shapes(model_args("debugmodel", {"n_layers": 3}))} == theirs
@@ -271,11 +289,13 @@ def test_stored_frequencies_of_old_folders_are_not_weights(tmp_path):
     equal_logits(ours(folder), hf_model(), 20)
 
 
-def test_quantised_weights_are_refused(tmp_path):
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_weights_are_refused(tmp_path, dtype):
     def change(tensors):
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(getattr(torch, dtype))
 
-    with pytest.raises(WeightsError, match=r"model\.norm\.weight\); quantised weights are not read"):
+    message = rf"tensors of type {dtype} \(model\.norm\.weight\); quantised weights are not read"
+    with pytest.raises(WeightsError, match=message):
         HFWeights(broken(tmp_path, change))
 
 
@@ -290,6 +310,9 @@ def test_files_that_are_not_there_or_damaged_are_named(tmp_path):
         HFWeights(folder)
     lost.write_bytes(content[: len(content) // 2])
     with pytest.raises(WeightsError, match=f"{re.escape(lost.name)} is damaged"):
+        HFWeights(folder)
+    lost.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(WeightsError, match=f"{re.escape(lost.name)} is Git LFS's pointer"):
         HFWeights(folder)
     old = tmp_path / "old"
     old.mkdir()

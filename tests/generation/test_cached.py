@@ -112,6 +112,13 @@ def test_what_is_drawn_from(settings, expected, order):
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32)[order])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_no_number_is_not_drawn_from(temperature):
+    logits = torch.tensor([[0.0, 1.0], [0.0, torch.nan]])
+    with pytest.raises(ValueError, match="logits are not numbers"):
+        Sampler(Sampling(temperature=temperature), 2).draw(logits)
+
+
 def test_draws_follow_the_probabilities():
     sampler = Sampler(Sampling(seed=1), 1)
     logits = torch.tensor([[0.7, 0.3]]).log()

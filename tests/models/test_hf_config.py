@@ -171,9 +171,14 @@ def test_what_the_source_says_is_kept_where_it_still_holds():
     assert hf_config(SIZES["1B"], "float32", base | {"dtype": "x", "torch_dtype": "y"}) == base | {"dtype": "float32"}
 
 
-def test_a_sliding_window_is_not_lost_in_silence():
-    with pytest.raises(HFConfigError, match="sliding_window"):
+def test_what_transformers_cannot_be_told_is_refused():
+    with pytest.raises(HFConfigError, match="cannot say sliding_window=64"):
         hf_config(model_args("1B_sdpa_block_causal", {"sliding_window": 64}), "float32")
+    odd = {"dim": 50, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
+    with pytest.raises(Exception, match="not a multiple of the number of attention"):
+        transformers.LlamaConfig(hidden_size=50, num_attention_heads=4, head_dim=16)
+    with pytest.raises(HFConfigError, match="dim=50 is no multiple of n_heads=4"):
+        hf_config(model_args("debugmodel", odd), "float32")
 
 
 @pytest.mark.parametrize("size", SIZES)

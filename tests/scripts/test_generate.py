@@ -1,9 +1,11 @@
 import io
+import re
 import subprocess
 import sys
 
 import pytest
 from tiny_hf import saved
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import scripts.generate as script
 from torchtitan_lite.convert.formats import open_weights, write_weights
@@ -43,6 +45,18 @@ def test_a_batch_is_its_prompts_alone(folder, capsys):
 def test_the_seed_decides(folder, capsys):
     draws = [said(capsys, folder, "x", "--seed", seed) for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
+
+
+def test_words_that_begin_with_their_space(tmp_path, capsys):
+    folder = saved(tmp_path, max_position_embeddings=256)
+    backend = Tokenizer(models.WordLevel({f"▁w{i}": i for i in range(96)}, unk_token="▁w0"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": null}')
+    alone = said(capsys, folder, "w7 w8", "--temperature", "0")
+    assert re.fullmatch(r"w7 w8( w\d+)+\n", alone)
+    assert said(capsys, folder, "w7 w8", "w7 w8", "--temperature", "0") == f"--- 1\n{alone}--- 2\n{alone}"
 
 
 def test_a_conversation(folder, capsys, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.load import load_config
-from torchtitan_lite.convert.adapters import open_step
+from torchtitan_lite.convert.adapters import MergedWeights, open_step
 from torchtitan_lite.convert.dcp import write_step
 from torchtitan_lite.convert.hf import HFWeights, write_hf
 from torchtitan_lite.convert.meta import MetaWeights, write_meta
@@ -28,9 +28,11 @@ def format_of(folder: str | Path) -> str:
         return found[0]
     if found:
         raise WeightsError(f"{folder} holds weights in the formats {' and '.join(found)}; say which by --from")
+    others = sorted(path.name for pattern in ("*.bin", "*.gguf", "*.pth") for path in folder.glob(pattern))
+    there = f"; it has {', '.join(others[:5])}" if others else ""
     raise WeightsError(
-        f"{folder} holds no weights: neither *.safetensors (hf), nor .metadata of a run's step-N folder (dcp), nor "
-        "consolidated.NN.pth (meta)"
+        f"{folder} holds no weights that are read: neither *.safetensors (hf), nor .metadata of a run's step-N folder "
+        f"(dcp), nor consolidated.NN.pth (meta){there}"
     )
 
 
@@ -85,8 +87,14 @@ def assets_of(source: str | Path, format: str) -> str | None:
 
 
 def stored_dtype(weights: StoredWeights) -> str:
-    """The one type of all tensors. Raises WeightsError if they have several, or one that is not exported."""
-    kinds = {stored.dtype for stored in weights.tensors.values()}
+    """The one type of all tensors, merged ones aside, which are rounded to it. Raises WeightsError if they have
+    several, or one that is not exported."""
+    merged = weights.adapters.tensors if isinstance(weights, MergedWeights) else {}
+    kinds = {
+        stored.dtype
+        for name, stored in weights.tensors.items()
+        if f"{name.removesuffix('.weight')}.lora_a" not in merged
+    }
     names = [name for name, dtype in DTYPES.items() if dtype in kinds]
     if len(kinds) > 1 or not names:
         there = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))

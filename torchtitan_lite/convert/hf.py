@@ -51,6 +51,20 @@ TOKENIZER_FILES = (
 
 _FILE_BYTES = 4 * 2**30
 
+_LFS_POINTER = b"version https://git-lfs"
+
+_FILE_DTYPES = {  # of safetensors; those that are not read are here to be named
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
 _IN_LAYER = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -177,8 +191,8 @@ def write_hf(
         WeightsError: the folder exists and is not empty; or a value does not fit into ``dtype``.
     """
     with written_whole(folder) as partial:
+        write_hf_assets(weights.args, partial, dtype, assets)  # first, as it takes no time to be refused
         write_hf_tensors(weights, partial, dtype, file_bytes=file_bytes, progress=progress)
-        write_hf_assets(weights.args, partial, dtype, assets)
 
 
 def write_hf_tensors(
@@ -264,6 +278,10 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
+        if file.is_file() and file.open("rb").read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise WeightsError(
+                f"{file} is Git LFS's pointer to a file; `git lfs pull` fetches the file itself"
+            ) from error
         raise WeightsError(f"{file} is damaged and cannot be read: {error}") from error
 
 
@@ -272,6 +290,4 @@ def _header(tensors: Any, name: str, file: Path) -> Stored:
         part = tensors.get_slice(name)
     except SafetensorError as error:
         raise WeightsError(f"{file} does not hold {name}, which {INDEX} puts there") from error
-    kind = part.get_dtype()
-    dtype = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return Stored(tuple(part.get_shape()), dtype.get(kind, torch.uint8))
+    return Stored(tuple(part.get_shape()), _FILE_DTYPES.get(part.get_dtype(), torch.uint8))

@@ -41,7 +41,12 @@ class Sampler:
         self._generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(rows)]
 
     def draw(self, logits: Tensor) -> list[int]:
-        """A token for each row of logits [rows, vocab]."""
+        """A token for each row of logits [rows, vocab]. Raises ValueError where they are no numbers."""
+        if logits.isnan().any():
+            raise ValueError(
+                "the model's logits are not numbers: some of its weights are none, or float16 is too narrow for it; "
+                "--dtype float32 would tell"
+            )
         if self.sampling.temperature == 0:
             return logits.argmax(dim=-1).tolist()
         chances = probabilities(logits.float().cpu(), self.sampling)

@@ -17,6 +17,7 @@ from torchtitan_lite.distributed.context_parallel import context_parallel_proble
 from torchtitan_lite.distributed.pipeline_plan import pipeline_problems
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.distributed.tensor_parallel import tensor_parallel_problems
+from torchtitan_lite.models.llama3.hf_config import HFConfigError, hf_config
 from torchtitan_lite.models.llama3.nf4 import BLOCK
 from torchtitan_lite.training.adapters import spec_of
 
@@ -227,11 +228,11 @@ def _saving_and_loading(run: Run) -> Iterator[str]:
         )
     if checkpoint.export_dtype != Checkpoint().export_dtype and not checkpoint.last_save_in_hf:
         yield f"checkpoint.export_dtype={checkpoint.export_dtype}: of no effect without checkpoint.last_save_in_hf"
-    if checkpoint.last_save_in_hf and run.args is not None and run.args.sliding_window is not None:
-        yield (
-            f"checkpoint.last_save_in_hf: a Llama folder of Hugging Face cannot say sliding_window="
-            f"{run.args.sliding_window}; leave one of the two out"
-        )
+    if checkpoint.last_save_in_hf and run.args is not None:
+        try:
+            hf_config(run.args, checkpoint.export_dtype)
+        except HFConfigError as error:
+            yield f"checkpoint.last_save_in_hf: {error}; leave it off, or change the model"
 
 
 def _validation(run: Run) -> Iterator[str]:

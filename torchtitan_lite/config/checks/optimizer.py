@@ -8,14 +8,18 @@ from collections.abc import Iterator, Mapping
 from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.schema import Optimizer
 from torchtitan_lite.models.llama3.lora import ADAPTER_NAMES
+from torchtitan_lite.training.adapters import spec_of
 
 
 def optimizer_rules(run: Run) -> Iterator[str]:
     optimizer = run.config.optimizer
     yield from _algorithm(run)
-    patterns = {f"optimizer.groups: entry {i}: pattern": table.pattern for i, table in enumerate(optimizer.groups, 1)}
-    patterns |= {f"optimizer.no_decay: entry {i}": pattern for i, pattern in enumerate(optimizer.no_decay, 1)}
-    yield from _patterns(patterns, None if run.args is None else _names(run))
+    names = [] if run.args is None else run.args.parameter_names
+    adapters = _adapter_names(run, names)
+    tables = {f"optimizer.groups: entry {i}: pattern": table.pattern for i, table in enumerate(optimizer.groups, 1)}
+    yield from _patterns(tables, adapters or names)  # beside adapters nothing is trained
+    spared = {f"optimizer.no_decay: entry {i}": pattern for i, pattern in enumerate(optimizer.no_decay, 1)}
+    yield from _patterns(spared, names + adapters)
     for i, table in enumerate(optimizer.groups, 1):
         for name, value in (("lr_factor", table.lr_factor), ("weight_decay", table.weight_decay)):
             if value is not None and value < 0:
@@ -49,17 +53,19 @@ def _algorithm(run: Run) -> Iterator[str]:
         )
 
 
-def _names(run: Run) -> list[str]:
-    """Of all parameters, those of adapters included."""
-    names = run.args.parameter_names
-    if run.config.lora.rank > 0:
-        layers = [name.removesuffix(".weight") for name in names if re.search(r"\.w[qkvo123]\.weight$", name)]
-        names = names + [f"{layer}.{adapter}" for layer in layers for adapter in ADAPTER_NAMES]
-    return names
+def _adapter_names(run: Run, names: list[str]) -> list[str]:
+    """Of the adapters beside the parameters ``names``; none without any, or where the lora section is wrong."""
+    try:
+        spec = spec_of(run.config.lora)
+    except ValueError:
+        return []
+    targets = () if spec is None else tuple(f".{target}.weight" for target in spec.targets)
+    layers = [name.removesuffix(".weight") for name in names if name.endswith(targets)]
+    return [f"{layer}.{adapter}" for layer in layers for adapter in ADAPTER_NAMES]
 
 
-def _patterns(patterns: Mapping[str, str], names: list[str] | None) -> Iterator[str]:
-    """``patterns`` by the words for each; ``names`` of the model's parameters, None where it has no shape."""
+def _patterns(patterns: Mapping[str, str], names: list[str]) -> Iterator[str]:
+    """``patterns`` by the words for each; ``names`` of parameters, empty where the model has no shape."""
     for where, pattern in patterns.items():
         try:
             expression = re.compile(pattern)
@@ -68,10 +74,13 @@ def _patterns(patterns: Mapping[str, str], names: list[str] | None) -> Iterator[
             continue
         if not pattern:
             yield f'{where}="": an empty pattern is found everywhere; give one, or "." for all parameters'
-        elif names is not None and not any(expression.search(name) for name in names):
-            layer = f"layers.{(len(names) - 2) // 9 - 1}"
-            shown = [name for name in names if not name.startswith("layers.") or name.startswith(f"{layer}.")]
-            yield f'{where}="{pattern}": no parameter has it in its name; there are {", ".join(shown)} and other layers'
+        elif names and not any(expression.search(name) for name in names):
+            last = max(int(name.split(".")[1]) for name in names if name.startswith("layers."))
+            shown = [name for name in names if not name.startswith("layers.") or name.startswith(f"layers.{last}.")]
+            yield (
+                f'{where}="{pattern}": no parameter that is trained has it in its name; there are {", ".join(shown)} '
+                "and other layers"
+            )
 
 
 def optimizer_warnings(optimizer: Optimizer) -> Iterator[str]:

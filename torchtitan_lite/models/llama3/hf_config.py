@@ -155,10 +155,14 @@ def hf_config(args: ModelArgs, dtype: str, base: dict[str, Any] | None = None) -
             has no effect on the model.
 
     Raises:
-        HFConfigError: the model has a sliding window, which a Llama folder cannot say.
+        HFConfigError: the model is none that a Llama folder can describe.
     """
     if args.sliding_window is not None:
-        raise HFConfigError("a model with a sliding_window is no Llama that Hugging Face's config.json can describe")
+        raise HFConfigError(f"a Llama folder of Hugging Face cannot say sliding_window={args.sliding_window}")
+    if args.dim % args.n_heads:  # whatever head_dim is
+        raise HFConfigError(
+            f"transformers takes no Llama whose dim={args.dim} is no multiple of n_heads={args.n_heads}"
+        )
     kept = dict(base or {})
     written = "dtype" if "dtype" in kept else "torch_dtype"
     kept.pop("torch_dtype", None)
