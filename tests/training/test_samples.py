@@ -146,3 +146,9 @@ def test_rules(tmp_path, documents):
     ):
         with pytest.raises(ConfigError, match=message):
             check(world, **settings)
+
+
+def test_a_diverged_run_is_told_so(new_trainer):
+    trainer = new_trainer(**{"training.steps": 5, "optimizer.lr": 1e30, "metrics.log_freq": 10})
+    with pytest.raises(FloatingPointError, match="Training diverged: .* in step 2"):
+        trainer.train()

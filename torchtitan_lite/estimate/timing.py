@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -14,8 +14,9 @@ from torchtitan_lite.estimate.parts import Done, Microbatch
 from torchtitan_lite.estimate.plan import Plan
 from torchtitan_lite.estimate.rank import RankCosts
 from torchtitan_lite.estimate.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, simulate
+from torchtitan_lite.models.llama3.lora import lora_spec
 from torchtitan_lite.observability.flops import attended_pairs, published_peak, step_flops
-from torchtitan_lite.training.adapters import adapter_params, spec_of
+from torchtitan_lite.training.adapters import adapter_params
 
 # Between products that need what it brings, so that nothing can go on meanwhile; but for tensor parallelism that is
 # compiled to be asynchronous.
@@ -27,7 +28,7 @@ def model_flops(plan: Plan) -> int:
     args = plan.args
     pairs = sum(attended_pairs(plan.document_ids[:1], spec) for spec in args.mask_specs)
     rows = plan.tokens_per_step // plan.config.training.seq_len
-    adapters = adapter_params(args, spec_of(plan.config.lora))
+    adapters = adapter_params(args, lora_spec(**asdict(plan.config.lora)))
     return step_flops(
         matmul_params=args.matmul_params + adapters,
         frozen_params=args.matmul_params if adapters else 0,

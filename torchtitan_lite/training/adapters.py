@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan_lite.config.schema import Config, Lora
+from torchtitan_lite.config.schema import Config
 from torchtitan_lite.convert.step_folder import CheckpointError
 from torchtitan_lite.convert.weights import parameter_shapes
 from torchtitan_lite.models.llama3.args import ModelArgs
-from torchtitan_lite.models.llama3.lora import LoraSpec, adapter_shapes, lora_spec
+from torchtitan_lite.models.llama3.lora import LoraSpec, adapter_shapes
 from torchtitan_lite.observability.logging import logger
-
-
-def spec_of(config: Lora) -> LoraSpec | None:
-    """The adapters that a configuration asks for, None without any. Raises ValueError as :func:`lora_spec` does."""
-    values = asdict(config)
-    del values["quantize_base"]  # says how what lies beside them is kept
-    return lora_spec(**values)
 
 
 def adapter_params(args: ModelArgs, spec: LoraSpec | None) -> int:

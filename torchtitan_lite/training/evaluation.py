@@ -32,11 +32,11 @@ class Evaluation:
 
         Returns whether the model is the best so far, and to be kept.
         """
-        if self.samples is not None and self._is_due(step, self.config.samples.freq):
+        if self._samples_due(step):
             written = self.samples.write()
             if metrics is not None:
                 metrics.log_samples(written, step)
-        if self.validator is None or not self._is_due(step, self.config.validation.freq):
+        if not self._validation_due(step):
             return False
         result = self.validator.run(step)
         if metrics is not None:
@@ -48,5 +48,15 @@ class Evaluation:
         self.best = {"step": step, "loss": result.loss}
         return True
 
-    def _is_due(self, step: int, freq: int) -> bool:
+    def is_due(self, step: int) -> bool:
+        """Whether there is anything to do after ``step``."""
+        return self._samples_due(step) or self._validation_due(step)
+
+    def _samples_due(self, step: int) -> bool:
+        return self.samples is not None and self._falls_on(step, self.config.samples.freq)
+
+    def _validation_due(self, step: int) -> bool:
+        return self.validator is not None and self._falls_on(step, self.config.validation.freq)
+
+    def _falls_on(self, step: int, freq: int) -> bool:
         return step % freq == 0 or step == self.config.training.steps

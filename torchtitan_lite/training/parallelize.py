@@ -5,6 +5,8 @@ The model's own code knows of none of this. Each step rewrites the modules that 
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 from torch import nn
 
@@ -17,11 +19,10 @@ from torchtitan_lite.distributed.pipeline_plan import plan_stages, stages_of_ran
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan_lite.models.llama3.args import ModelArgs
-from torchtitan_lite.models.llama3.lora import apply_lora
+from torchtitan_lite.models.llama3.lora import apply_lora, lora_spec
 from torchtitan_lite.models.llama3.model import Transformer
 from torchtitan_lite.models.llama3.nf4 import take_weights_out
 from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
-from torchtitan_lite.training.adapters import spec_of
 from torchtitan_lite.training.compile import compile_blocks
 from torchtitan_lite.training.loss import LinearCrossEntropy
 
@@ -34,7 +35,7 @@ def build_parts(config: Config, args: ModelArgs, mesh: Mesh) -> dict[int, Transf
     """
     device_type = mesh.fsdp.device_type
     param_dtype = resolve_param_dtype(config.training.mixed_precision_param, device_type)
-    lora = spec_of(config.lora)
+    lora = lora_spec(**asdict(config.lora))
     parallelism, stages = config.parallelism, [range(args.n_layers)]
     if mesh.degrees.pp > 1:
         stages = plan_stages(args.n_layers, parallelism)

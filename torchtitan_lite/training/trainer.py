@@ -34,7 +34,7 @@ from torchtitan_lite.distributed.shared_folder import check_shared_folder
 from torchtitan_lite.distributed.timeouts import set_collective_timeouts
 from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
-from torchtitan_lite.models.llama3.lora import is_adapter
+from torchtitan_lite.models.llama3.lora import is_adapter, lora_spec
 from torchtitan_lite.models.llama3.model import Transformer
 from torchtitan_lite.observability.garbage_collection import GarbageCollection
 from torchtitan_lite.observability.logging import info_once, logger
@@ -42,7 +42,7 @@ from torchtitan_lite.observability.metrics import MetricsLogger, StepMetrics
 from torchtitan_lite.observability.profiler import maybe_profile
 from torchtitan_lite.observability.progress import ProgressBar
 from torchtitan_lite.observability.watchdog import StepWatchdog
-from torchtitan_lite.training.adapters import adapter_params, base_of, require_same_adapters, spec_of
+from torchtitan_lite.training.adapters import adapter_params, base_of, require_same_adapters
 from torchtitan_lite.training.checkpoint import CheckpointManager
 from torchtitan_lite.training.clipping import clip_grad_norm
 from torchtitan_lite.training.counts import Counts
@@ -100,7 +100,7 @@ class Trainer:
             varlen_engine=config.model.varlen_engine,
             max_documents_per_row=resolved_max_documents(config),
         )
-        self.lora = spec_of(config.lora)
+        self.lora = lora_spec(**asdict(config.lora))
         self.param_dtype = resolve_param_dtype(config.training.mixed_precision_param, self.device.type)
         self.base = base_of(config, self.param_dtype)
         self._now("building the model")
@@ -319,7 +319,7 @@ class Trainer:
         self.loader.mark_trained(self.loader.global_batch_size)
         self.tokens_seen += self.loader.global_batch_size * self.config.training.seq_len
         self.meter.count(total, data_wait)
-        if self._is_log_step() or self._is_save_step():
+        if self._is_log_step() or self._is_save_step() or self.evaluation.is_due(self.step):
             self.divergence.require_finite(self.step)
         if result is None or not self._is_log_step():
             return None

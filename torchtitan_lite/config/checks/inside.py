@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from torchtitan_lite.attention.backends import BLOCK_SIZE, unsupported
 from torchtitan_lite.config.checks.optimizer import optimizer_rules
@@ -18,8 +19,8 @@ from torchtitan_lite.distributed.pipeline_plan import pipeline_problems
 from torchtitan_lite.distributed.precision import resolve_param_dtype
 from torchtitan_lite.distributed.tensor_parallel import tensor_parallel_problems
 from torchtitan_lite.models.llama3.hf_config import HFConfigError, hf_config
+from torchtitan_lite.models.llama3.lora import lora_spec
 from torchtitan_lite.models.llama3.nf4 import BLOCK
-from torchtitan_lite.training.adapters import spec_of
 
 # Least value of each number that has one.
 AT_LEAST: dict[str, float] = {
@@ -182,7 +183,7 @@ def _compile(run: Run) -> Iterator[str]:
 
 def _lora(run: Run) -> Iterator[str]:
     try:
-        spec = spec_of(run.config.lora)
+        spec = lora_spec(**asdict(run.config.lora))
     except ValueError as error:
         yield str(error)
         return

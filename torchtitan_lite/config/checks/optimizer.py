@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 
 from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.schema import Optimizer
-from torchtitan_lite.models.llama3.lora import ADAPTER_NAMES
-from torchtitan_lite.training.adapters import spec_of
+from torchtitan_lite.models.llama3.lora import ADAPTER_NAMES, lora_spec
 
 
 def optimizer_rules(run: Run) -> Iterator[str]:
@@ -56,7 +56,7 @@ def _algorithm(run: Run) -> Iterator[str]:
 def _adapter_names(run: Run, names: list[str]) -> list[str]:
     """Of the adapters beside the parameters ``names``; none without any, or where the lora section is wrong."""
     try:
-        spec = spec_of(run.config.lora)
+        spec = lora_spec(**asdict(run.config.lora))
     except ValueError:
         return []
     targets = () if spec is None else tuple(f".{target}.weight" for target in spec.targets)

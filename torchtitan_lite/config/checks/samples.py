@@ -9,8 +9,8 @@ from torchtitan_lite.config.checks.run import Run
 from torchtitan_lite.config.schema import Samples
 from torchtitan_lite.data.chat.template import ChatTemplateError
 from torchtitan_lite.data.tokenizer import TokenizerError
+from torchtitan_lite.generation.prompts import Prompts
 from torchtitan_lite.generation.sampling import Sampling
-from torchtitan_lite.training.samples import Prompts
 
 
 def samples_rules(run: Run) -> Iterator[str]:

@@ -61,11 +61,17 @@ class LoraSpec:
 
 
 def lora_spec(
-    rank: int, alpha: float, dropout: float, target_modules: list[str], rslora: bool = False
+    rank: int,
+    alpha: float,
+    dropout: float,
+    target_modules: list[str],
+    rslora: bool = False,
+    quantize_base: str = "none",
 ) -> LoraSpec | None:
     """The adapters that the lora section of a configuration asks for; None for rank 0.
 
     target_modules: names of layers, this project's or Hugging Face's.
+    quantize_base: says how what lies beside the adapters is kept, which is none of theirs.
     Raises ValueError for an unknown one, listing all.
     """
     if rank == 0:
