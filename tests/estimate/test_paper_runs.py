@@ -11,7 +11,7 @@ from torchtitan_lite.distributed.context_parallel import shard_batch
 from torchtitan_lite.distributed.fsdp import expect_backward
 from torchtitan_lite.distributed.mesh import Mesh, init_distributed, world_from_environment
 from torchtitan_lite.distributed.pipeline import Pipeline
-from torchtitan_lite.estimate.ledger import ACTIVATIONS, MATMUL_FLOPS, OPTIMIZER, PARAMETERS, Ledger, Traffic
+from torchtitan_lite.estimate.ledger import ACTIVATIONS, GATHERED, MATMUL_FLOPS, OPTIMIZER, PARAMETERS, Ledger, Traffic
 from torchtitan_lite.estimate.memory import fullest_moment
 from torchtitan_lite.estimate.plan import Plan, paper_args, paper_config
 from torchtitan_lite.estimate.rank import _dimensions, fake_ranks, measure_rank
@@ -226,3 +226,11 @@ def test_a_thinned_part_costs_what_the_whole_one_does(monkeypatch):
             assert vars(a) == vars(b), name
     kept = {name: whole[name][0][0].saved[ACTIVATIONS] for name in SETTINGS}
     assert kept["none"] > kept["3"]
+
+
+def test_one_rank_keeps_no_second_copy_of_frozen_weights():
+    plan = Plan.of(toy(**{"lora.rank": 3}), 1, device_type="cpu")
+    costs = measure_rank(plan, 0, {plan.own_setting: plan.config.activation_checkpoint})
+    adapters = 5 * 3 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 50))
+    for passage in costs.microbatches[plan.own_setting][0]:
+        assert max(passage.forward[GATHERED], passage.backward[GATHERED]) <= 4 * adapters

@@ -150,5 +150,5 @@ def test_rules(tmp_path, documents):
 
 def test_a_diverged_run_is_told_so(new_trainer):
     trainer = new_trainer(**{"training.steps": 5, "optimizer.lr": 1e30, "metrics.log_freq": 10})
-    with pytest.raises(FloatingPointError, match="Training diverged: .* in step 2"):
+    with pytest.raises(FloatingPointError, match=r"Training diverged: .* in step 2"):
         trainer.train()

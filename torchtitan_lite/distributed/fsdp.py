@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +27,9 @@ def shard_model(
 ) -> None:
     """Shard every block of ``model.layers``, the embedding, and then the rest, in place; parts may be missing.
 
+    On one rank, weights that are not trained and have ``param_dtype`` are left alone: FSDP would keep a second copy of
+    them, gathered from what is whole already.
+
     Gradients are summed over ranks, not averaged: the loss is already divided by the target tokens of all of them.
 
     Args:
@@ -41,15 +46,17 @@ def shard_model(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     # On one rank there is nothing to free by resharding.
     reshard = reshard_after_forward and mesh.size(mesh.ndim - 1) > 1
+    as_they_are = set()
+    if mesh.size() == 1 and not cpu_offload:
+        as_they_are = {p for p in model.parameters() if not p.requires_grad and p.dtype == param_dtype}
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=as_they_are)
     for block in model.layers.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+        shard(block, reshard_after_forward=reshard)
     if model.tok_embeddings is not None and model.output is not None:
         # So that it is gathered, and its gradient reduced, apart from the output's. A tied one must stay with the root,
         # whose forward uses it as the output's weight.
-        fully_shard(
-            model.tok_embeddings, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+        shard(model.tok_embeddings, reshard_after_forward=reshard)
+    shard(model, reshard_after_forward=False)
     # Neither setting reaches submodules by itself; on the root alone gradients would come out 1 / ranks too small.
     for module in model.modules():
         if isinstance(module, FSDPModule):

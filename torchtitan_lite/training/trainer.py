@@ -36,6 +36,7 @@ from torchtitan_lite.models.llama3.flavors import model_args
 from torchtitan_lite.models.llama3.init import init_weights
 from torchtitan_lite.models.llama3.lora import is_adapter, lora_spec
 from torchtitan_lite.models.llama3.model import Transformer
+from torchtitan_lite.models.llama3.shards import local_part
 from torchtitan_lite.observability.garbage_collection import GarbageCollection
 from torchtitan_lite.observability.logging import info_once, logger
 from torchtitan_lite.observability.metrics import MetricsLogger, StepMetrics
@@ -153,7 +154,7 @@ class Trainer:
             part.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device)
         # What is sure to be loaded need not be drawn first, which takes minutes for a large model.
         init_weights(model, self.args, config.training.seed, only=None if self.base is None else is_adapter)
-        local = sum(p.to_local().numel() for p in model.parameters())
+        local = sum(local_part(name, p)[0].numel() for name, p in model.named_parameters())
         self.adapter_params = adapter_params(self.args, self.lora)
         dtype = str(self.param_dtype).removeprefix("torch.")
         logger.info(

@@ -44,10 +44,9 @@ def take_weights_out(model: nn.Module) -> None:
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The layers that :func:`take_weights_out` has been at, by the names that their weights have in the plain model."""
-    for number, block in model.layers.items():
-        for name, linear in block_linears(block):
-            if "weight" in linear._buffers:
-                yield f"layers.{number}.{name}.weight", linear
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and "weight" in module._buffers:
+            yield f"{name}.weight", module
 
 
 def fill_quantized(model: nn.Module, read: Callable[[str, tuple[int, int]], Tensor]) -> None:
