@@ -168,7 +168,13 @@ def _schedule(name: str, **settings) -> tuple[tuple[str, object], ...]:
     return (("parallelism.pipeline_parallel_schedule", name), *settings.items())
 
 
-CASES = [_case(degrees, attention) for degrees in LAYOUTS.values() for attention in ATTENTIONS]
+_PLAIN_TOO = ("dp2", "tp2cp2", "dp2pp2")  # plain attention knows no documents, and little can happen to it
+CASES = [
+    _case(degrees, attention)
+    for name, degrees in LAYOUTS.items()
+    for attention in ATTENTIONS
+    if attention != "sdpa" or name in _PLAIN_TOO
+]
 CASES += [
     Case(Degrees(pp=2, dp_shard=2, tp=2), "sdpa_block_causal", "op", rows=8),
     Case(Degrees(pp=2, tp=2), "sdpa_block_causal", layers=4, extra=_schedule("Interleaved1F1B")),

@@ -34,7 +34,7 @@ def test_block_causal_attentions_agree_and_plain_differs(losses):
     assert losses(PLAIN) != pytest.approx(losses(VARLEN), rel=1e-3)
 
 
-@pytest.mark.parametrize("flavor", [VARLEN, FLEX, PLAIN])
+@pytest.mark.parametrize("flavor", [VARLEN, FLEX])
 def test_compiled_equals_eager(losses, flavor):
     """With selective activation checkpointing too, which changes nothing in eager mode."""
     compiled = losses(flavor, "--compile.enable", "--activation_checkpoint.mode=selective")
@@ -42,14 +42,13 @@ def test_compiled_equals_eager(losses, flavor):
 
 
 def test_ranks_agree(settings, tmp_path):
-    """Two and four ranks of FSDP2 give the losses and norms of one process, whatever targets each of them holds."""
+    """Two ranks of FSDP2 give the losses and norms of one process, whatever targets each of them holds."""
     settings = (*settings, "--training.steps=5", "--training.global_batch_size=8", "--training.max_norm=0.5")
     one = train(tmp_path / "1", *settings, "--training.local_batch_size=8")
     assert all(m["grad_norm"] > 0.5 for m in one)  # so that clipping is at work
-    for ranks in (2, 4):
-        run = train(tmp_path / str(ranks), *settings, "--training.local_batch_size=2", ngpu=ranks)
-        for name in ("loss", "grad_norm"):
-            assert [m[name] for m in run] == pytest.approx([m[name] for m in one], rel=1e-5), (ranks, name)
-        for name in ("tokens_seen", "lr", "padding_fraction", "documents_per_row"):
-            assert [m[name] for m in run] == [m[name] for m in one], (ranks, name)
-        assert any(m["max_loss"] > m["loss"] * 1.001 for m in run)  # the ranks' batches do differ
+    two = train(tmp_path / "2", *settings, "--training.local_batch_size=2", ngpu=2)
+    for name in ("loss", "grad_norm"):
+        assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=1e-5), name
+    for name in ("tokens_seen", "lr", "padding_fraction", "documents_per_row"):
+        assert [m[name] for m in two] == [m[name] for m in one], name
+    assert any(m["max_loss"] > m["loss"] * 1.001 for m in two)  # the ranks' batches do differ

@@ -85,7 +85,6 @@ def test_only_adapters_change_and_only_they_are_saved(new_trainer, tmp_path):
 
 
 RESUMES = {
-    "plain": {},
     "dropout": {"lora.dropout": 0.3},
     "rslora": {"lora.rslora": True, "lora.target_modules": ["q_proj", "w2"]},
     "compiled": {"compile.enable": True, "compile.backend": "aot_eager", "lora.dropout": 0.3},
@@ -112,6 +111,10 @@ def test_resume_is_bitwise(new_trainer, tmp_path, variant):
     assert {name for name in names if names[name].requires_grad} == {name for name in names if is_adapter(name)}
 
 
+COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
+RECOMPUTED = {"activation_checkpoint.mode": "full"}
+
+
 def run(config: Config) -> None:
     Trainer(config).train()
 
@@ -119,9 +122,8 @@ def run(config: Config) -> None:
 @pytest.mark.parametrize(
     ("name", "degrees", "settings"),
     [
-        ("tp_compiled", Degrees(tp=2), {"compile.enable": True, "compile.backend": "aot_eager"}),
         ("cp", Degrees(cp=2), {}),
-        ("tp_dp", Degrees(tp=2, dp_shard=2), {"training.local_batch_size": 2, "activation_checkpoint.mode": "full"}),
+        ("tp_dp", Degrees(tp=2, dp_shard=2), {"training.local_batch_size": 2, **COMPILED, **RECOMPUTED}),
         ("pp_dp", Degrees(pp=2, dp_replicate=2), {"training.local_batch_size": 2}),
         ("nf4_pp_cp", Degrees(pp=2, cp=2), {"lora.quantize_base": "nf4"}),
         ("nf4_dp", Degrees(dp_shard=2), {"lora.quantize_base": "nf4", "training.local_batch_size": 2}),
