@@ -238,14 +238,17 @@ def test_settings_of_a_pipeline_without_one_warn():
         ("405b", 512),
         ("405b", 1024),
         ("8b_sft", 8),
+        ("8b_sft --training.enable_cpu_offload", 1),
+        ("8b_lora --lora.quantize_base=nf4", 1),
         *((f"{size}_{kind}", gpus) for size in ("1b", "3b") for kind in ("sft", "lora") for gpus in (1, 8)),
         ("8b_lora", 1),
         ("8b_lora", 8),
     ],
 )
 def test_the_configurations_that_are_shipped_pass(name, gpus):
+    name, *settings = name.split()
     path = Path(__file__).parents[2] / "train_configs" / f"llama3_{name}.toml"
-    config = load_config([f"--job.config_file={path}"])
+    config = load_config([f"--job.config_file={path}", *settings])
     assert check_config(config, world_size=gpus, device_type="cuda", outside=False) == []
 
 
