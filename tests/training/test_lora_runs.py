@@ -274,14 +274,14 @@ def test_rules(tmp_path, documents, folder, monkeypatch):
     assert check(**nf4) == []
     (warning,) = check(**nf4, **{"lora.rank": 0})
     assert warning == "lora.quantize_base: of no effect without lora.rank"
-    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization.quantize_.workflows.nf4", None)
     for settings, message in (
         ({"parallelism.tensor_parallel_degree": 2}, "nf4 with parallelism.tensor_parallel_degree"),
         (
             {"model.args.ffn_hidden_dim": 49},
             "49 x 48 numbers, not a multiple of the 64",
         ),
-        ({}, "the package torchao is not installed; pip install torchao"),
+        ({}, "nf4: NF4 needs the package torchao, 0.18 or newer .*pip install -U torchao"),
     ):
         config = lora_config(tmp_path, documents, folder, **nf4, **settings)
         with pytest.raises(ConfigError, match=message):

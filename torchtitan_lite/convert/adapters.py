@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +15,9 @@ from torchtitan_lite.convert.dcp import StepFolder, StepWeights
 from torchtitan_lite.convert.folders import written_whole
 from torchtitan_lite.convert.hf import HFWeights, hf_name
 from torchtitan_lite.convert.weights import DTYPES, Stored, StoredWeights, WeightsError, parameter_shapes, require_same
+from torchtitan_lite.models.llama3 import nf4
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.lora import TARGETS, LoraSpec, adapter_shapes, merged
-from torchtitan_lite.models.llama3.nf4 import rounded
 
 
 class Adapters:
@@ -84,7 +83,9 @@ class RoundedWeights(StoredWeights):
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         read = self._base.read(names)
-        return {name: rounded(t, self._dtype) if _in_block(name, self.tensors[name]) else t for name, t in read.items()}
+        return {
+            name: nf4.rounded(t, self._dtype) if _in_block(name, self.tensors[name]) else t for name, t in read.items()
+        }
 
 
 def _in_block(name: str, stored: Stored) -> bool:
@@ -159,6 +160,6 @@ def _open_base(adapters: Adapters, folder: str | Path | None) -> StoredWeights:
     base = HFWeights(place, args) if any(place.glob("*.safetensors")) else StepWeights(place)
     if recorded is None or "nf4" not in recorded:
         return base
-    if importlib.util.find_spec("torchao") is None:
-        raise WeightsError(f"{adapters.place} was trained beside weights in NF4; merging it needs the package torchao")
+    if problem := nf4.missing():
+        raise WeightsError(f"{adapters.place} was trained beside weights in NF4, and is merged into them: {problem}")
     return RoundedWeights(base, DTYPES[recorded["nf4"]])

@@ -15,6 +15,7 @@ from torchtitan_lite.convert.weights import WeightsError
 from torchtitan_lite.data.chat.encoding import check_chats
 from torchtitan_lite.data.sources.resolve import check_sources
 from torchtitan_lite.data.tokenizer import TokenizerError, load_tokenizer
+from torchtitan_lite.models.llama3 import nf4
 
 
 def _tokenizer(run: Run) -> Iterator[str]:
@@ -85,8 +86,8 @@ def _optimizer(run: Run) -> Iterator[str]:
 
 
 def _quantized_base(run: Run) -> Iterator[str]:
-    if run.config.lora.rank and run.config.lora.quantize_base == "nf4" and importlib.util.find_spec("torchao") is None:
-        yield "lora.quantize_base=nf4: the package torchao is not installed; pip install torchao, or leave it at none"
+    if run.config.lora.rank and run.config.lora.quantize_base == "nf4" and (problem := nf4.missing()):
+        yield f"lora.quantize_base=nf4: {problem}"
 
 
 OUTSIDE_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (

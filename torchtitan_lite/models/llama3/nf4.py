@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,26 @@ BLOCK = 64
 _SCALES = 256  # that share a factor of their own; fewer where that does not come out even
 
 
+def missing() -> str | None:
+    """What to install where torchao does not serve this format here; None where it does."""
+    try:
+        _torchao()
+    except ImportError as error:
+        return f"NF4 needs the package torchao, 0.18 or newer ({error}); pip install -U torchao"
+    return None
+
+
+def _torchao() -> Any:
+    with quiet_import():
+        from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
+    return nf4_tensor
+
+
 @torch.no_grad()
 def quantize(weight: Tensor) -> Tensor:
     """An NF4Tensor with the shape, device and, unpacked, the type of ``weight``, whose size is a multiple of
     :data:`BLOCK`."""
-    with quiet_import():
-        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
-    return to_nf4(weight.contiguous(), BLOCK, math.gcd(_SCALES, weight.numel() // BLOCK))
+    return _torchao().to_nf4(weight.contiguous(), BLOCK, math.gcd(_SCALES, weight.numel() // BLOCK))
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
