@@ -12,7 +12,7 @@ use_environment dev
 export PYTHON
 cd -- "$repo"
 # One process for each core that this one may use, and each of them to work on one; files stay whole, for tests share what
-# is slow to make.
+# is slow to make, and in the order that tests/conftest.py gives them.
 cores="$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$PYTHON" -m pytest --numprocesses="$cores" --maxprocesses=8 --dist=loadfile "$@"
+exec "$PYTHON" -m pytest --numprocesses="$cores" --maxprocesses=8 --dist=loadfile --no-loadscope-reorder "$@"

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,17 @@ from toy_run import write_documents
 
 from torchtitan_lite.distributed.mesh import World, init_distributed
 from torchtitan_lite.observability.logging import logger
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first: begun last, a file of them would keep one worker busy when the others are done."""
+    slow = ["integration", "training", "distributed", "estimate"]
+
+    def order(item: pytest.Item) -> int:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return slow.index(folder) if folder in slow else len(slow)
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="session")
