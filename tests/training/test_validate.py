@@ -223,6 +223,15 @@ def test_rules(tmp_path, documents, held_out):
     assert "validation.steps=0" in problems(**{"validation.steps": 0})[0]
     weighted = {"validation.mix": [MixtureSource(dataset="pydocs", weight=2.0)], **nothing}
     assert "table 1: weight and epochs say how much is trained on" in problems(**weighted)[0]
+    tables = [MixtureSource(dataset_path="/nowhere.jsonl"), *(MixtureSource(name="a") for _ in range(2))]
+    same, missing = problems(**{"validation.mix": tables, **nothing})
+    assert same.startswith("validation.mix: 2 tables are named a")
+    assert missing.startswith("validation.mix, table 1: dataset_path=/nowhere.jsonl")
+    chats = MixtureSource(dataset="pychat", chat_template="/nowhere.jinja")
+    assert problems(**{"validation.mix": [chats], **nothing}) == [
+        "validation: /nowhere.jinja: no such file; give a Jinja file with a chat template"
+    ]
+    assert len(problems(**mix)) == 1
     assert problems(**{"validation.split": "test"})[0].startswith("validation.split='test': nothing would use it")
     # pydocs has no fields, but the training data has.
     other = {"data.text_field": "text2", "validation.dataset": "pydocs", "validation.dataset_path": None}
