@@ -124,7 +124,9 @@ def test_answers_without_weight_are_not_supervised(encoder):
     for template in (MARKED, UNMARKED):
         assert supervised(encoder(template), messages) == ["Quite é sure.<|end|>"]
         assert supervised(encoder(template), [USER, TWO_TURNS[1], USER, first]) == ["Yes.<|end|>"]
-        assert "no message of role assistant with a weight above 0" in problem(encoder(template), [USER, first])
+        assert "no message of role assistant to train on whose weight is above 0" in problem(
+            encoder(template), [USER, first]
+        )
     last = encoder(MARKED.replace("message.role == 'assistant'", "message.role == 'assistant' and loop.last"))
     assert "enclose 1 parts of it, but it has 2 messages" in problem(
         last, messages
@@ -158,7 +160,8 @@ def debug_template():
 @pytest.mark.parametrize("messages", [[USER], [{"role": "system", "content": "Be brief."}, USER]])
 @pytest.mark.parametrize("name", ["chatml", "marked"])
 def test_a_chat_without_an_answer(encoder, name, messages):
-    assert "no message of role assistant to train on; data.train_on=all would" in problem(
+    roles = ", ".join(message["role"] for message in messages)
+    assert f"no message of role assistant to train on, but only of {roles}; data.train_on=all would" in problem(
         encoder(TEMPLATES[name]), messages
     )
 

@@ -142,10 +142,18 @@ def test_a_template_may_refuse_and_may_fail():
 
 
 @pytest.mark.parametrize(
-    "text", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include '/etc/passwd' %}"]
+    "text",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{{ dict.update(messages[0], dict(content='')) or '' }}",
+        "{% include '/etc/passwd' %}",
+    ],
 )
 def test_a_template_cannot_leave_its_sandbox(text):
-    messages = [USER]
+    messages = [{**USER}]
     with contextlib.suppress(BadRecord):
         assert ChatTemplate("t", text).render(messages) == ""
     assert messages == [USER]

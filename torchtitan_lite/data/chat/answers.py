@@ -46,9 +46,10 @@ def render_answers(
     wanted = [number for number in numbers if number >= prompt_messages and messages[number].get("weight", 1)]
     if not wanted:
         part = "its completion has" if prompt_messages else "it has"
-        weight = " with a weight above 0" if numbers and numbers[-1] >= prompt_messages else ""
+        roles = dict.fromkeys(message["role"] for message in messages[prompt_messages:])
+        what = " whose weight is above 0" if "assistant" in roles else f", but only of {', '.join(roles)}"
         raise BadRecord(
-            f"{part} no message of role assistant{weight} to train on; data.train_on=all would train on all of it"
+            f"{part} no message of role assistant to train on{what}; data.train_on=all would train on all of it"
         )
     if template.marks_answers(tools):
         rendering = _unmarked(template.render(messages, tools))

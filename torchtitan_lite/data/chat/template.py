@@ -187,6 +187,7 @@ def _compiled(text: str) -> _Compiled:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = TODAY.strftime
+    environment.globals["dict"] = _dict
     tokens = [(kind, value) for _, kind, value in environment.lex(text) if kind != "whitespace"]
     marks = any(
         kind == "block_begin" and value == ("name", "generation") for (kind, _), value in itertools.pairwise(tokens)
@@ -196,6 +197,11 @@ def _compiled(text: str) -> _Compiled:
 
 def _raise_exception(message: str) -> None:
     raise _Refusal(message)
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """For the type itself, whose ``update`` would change the chat."""
+    return dict(*args, **kwargs)
 
 
 def _tojson(
