@@ -222,6 +222,8 @@ def test_markers_that_enclose_other_parts_than_the_answers(encoder):
     assert "enclose 4 parts of it, but it has 2 messages" in problem(all_of_it, TWO_TURNS)
     nested = "{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}"
     assert "markers into each other" in problem(encoder(nested), TWO_TURNS)
+    cut = "{% set answer %}{% generation %}Yes.{{ eos_token }}{% endgeneration %}{% endset %}{{ answer[1:] }}" + MARKED
+    assert "or cuts them off" in problem(encoder(cut), TWO_TURNS)
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ def _unmarked(rendered: str) -> Rendering:
     parts, answers, length = [], [], 0
     for number, part in enumerate(rendered.split(BEGIN)):
         inside, closed, outside = part.partition(END) if number else ("", "", part)
-        if number and not closed:
-            raise BadRecord("the chat template puts generation markers into each other")
+        if (number and not closed) or END in outside:
+            raise BadRecord("the chat template puts generation markers into each other, or cuts them off")
         if inside:
             answers.append((length, length + len(inside)))
         parts += [inside, outside]
