@@ -168,6 +168,16 @@ def test_the_best_step_is_kept(new_trainer, tmp_path, monkeypatch):
     assert json.loads((folder / "best.json").read_text()) == {"step": 3, "loss": 5.0}
 
 
+def test_the_best_is_forgotten_with_the_rows_it_was_measured_on(new_trainer, tmp_path, warned):
+    settings = {"validation.keep_best": True, "checkpoint.enable": True, "training.steps": 2}
+    new_trainer(**settings).train()
+    again = new_trainer(**settings)
+    assert again.evaluation.best == {"step": 2, "loss": found(tmp_path / "run")[-1]["loss"]} and not warned()
+    other = new_trainer(**settings, **{"validation.steps": 1, "validation.local_batch_size": 1})
+    assert other.evaluation.best is None
+    assert warned() == ["Other validation data than before: step 2 is no longer the best so far"]
+
+
 def first_result(config) -> tuple[float, int]:
     result = Trainer(config).evaluation.validator.run(0)
     return result.loss, result.targets

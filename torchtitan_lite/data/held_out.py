@@ -60,9 +60,12 @@ class HeldOutRows:
         }
 
     @property
-    def fingerprint(self) -> list[str]:
-        """Changes with the text; the same on ranks that have read the same."""
-        return [source.fingerprint for source in self.sources]
+    def fingerprint(self) -> list[list[str | int]]:
+        """Changes with the rows' text, length and number; the same on ranks that have read the same."""
+        return [
+            [source.fingerprint, self._collate["seq_len"], rows]
+            for source, rows in zip(self.sources, self.rows, strict=True)
+        ]
 
     @property
     def names(self) -> list[str]:
