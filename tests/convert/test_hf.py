@@ -150,10 +150,13 @@ def test_assets_come_along(tmp_path):
     source = saved(tmp_path / "in")
     (source / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [1, 2]}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     (source / "README.md").write_text("not a model's part")
     write_hf(HFWeights(source), tmp_path / "out", "float32", source)
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"temperature": 0.6, "eos_token_id": [1, 2]}'
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert not (tmp_path / "out" / "README.md").exists()
 
 

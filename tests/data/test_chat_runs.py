@@ -218,7 +218,9 @@ def test_templates_are_tried_before_the_data_is_read(config_of, tmp_path):
     file.write_text("{{ raise_exception('tools only') }}")  # which may be what the data has
     assert check_chats(config) == []
     file.write_text(headless)
-    config.data.train_on = "all"
+    config.data.format = "prompt_completion"  # which may be text, and need no template
+    assert check_chats(config) == []
+    config.data.format, config.data.train_on = "messages", "all"
     assert check_chats(config) == []
     file.unlink()
     (problem,) = check_chats(config)

@@ -82,9 +82,11 @@ def test_the_first_loss_is_the_mean_over_target_tokens(new_trainer, run):
 def test_a_folder_for_others_is_that_of_the_last_run(new_trainer, tmp_path):
     """Whatever an earlier run left under the name; a run that only looks in leaves it as it is."""
     settings = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True, "training.steps": 1}
+    (tmp_path / "given.jinja").write_text("given")
     folder, written = tmp_path / "run" / "hf" / "step-1", []
     for seed in (1, 2, 2):
         trainer = new_trainer(**settings, **{"training.seed": seed})
+        trainer.config.data.chat_template = str(tmp_path / "given.jinja")  # as a run on chats may have one
         trainer.train()
         exported = HFWeights(folder).read(["norm.weight", "output.weight"])
         assert all(tensor.equal(weights(trainer)[name]) for name, tensor in exported.items())
@@ -92,6 +94,7 @@ def test_a_folder_for_others_is_that_of_the_last_run(new_trainer, tmp_path):
         if seed == 1:
             shutil.rmtree(tmp_path / "run" / "checkpoint")
     assert written[1] == written[2]
+    assert (folder / "chat_template.jinja").read_text() == "given"  # the one trained with
 
 
 def test_one_line_for_each_logged_step(run):

@@ -168,6 +168,16 @@ def test_the_best_step_is_kept(new_trainer, tmp_path, monkeypatch):
     assert json.loads((folder / "best.json").read_text()) == {"step": 3, "loss": 5.0}
 
 
+def test_the_best_is_forgotten_with_the_rows_it_was_measured_on(new_trainer, tmp_path, warned):
+    settings = {"validation.keep_best": True, "checkpoint.enable": True, "training.steps": 2}
+    new_trainer(**settings).train()
+    again = new_trainer(**settings)
+    assert again.evaluation.best == {"step": 2, "loss": found(tmp_path / "run")[-1]["loss"]} and not warned()
+    other = new_trainer(**settings, **{"validation.steps": 1, "validation.local_batch_size": 1})
+    assert other.evaluation.best is None
+    assert warned() == ["Other validation data than before: step 2 is no longer the best so far"]
+
+
 def first_result(config) -> tuple[float, int]:
     result = Trainer(config).evaluation.validator.run(0)
     return result.loss, result.targets
@@ -223,6 +233,15 @@ def test_rules(tmp_path, documents, held_out):
     assert "validation.steps=0" in problems(**{"validation.steps": 0})[0]
     weighted = {"validation.mix": [MixtureSource(dataset="pydocs", weight=2.0)], **nothing}
     assert "table 1: weight and epochs say how much is trained on" in problems(**weighted)[0]
+    tables = [MixtureSource(dataset_path="/nowhere.jsonl"), *(MixtureSource(name="a") for _ in range(2))]
+    same, missing = problems(**{"validation.mix": tables, **nothing})
+    assert same.startswith("validation.mix: 2 tables are named a")
+    assert missing.startswith("validation.mix, table 1: dataset_path=/nowhere.jsonl")
+    chats = MixtureSource(dataset="pychat", chat_template="/nowhere.jinja")
+    assert problems(**{"validation.mix": [chats], **nothing}) == [
+        "validation: /nowhere.jinja: no such file; give a Jinja file with a chat template"
+    ]
+    assert len(problems(**mix)) == 1
     assert problems(**{"validation.split": "test"})[0].startswith("validation.split='test': nothing would use it")
     # pydocs has no fields, but the training data has.
     other = {"data.text_field": "text2", "validation.dataset": "pydocs", "validation.dataset_path": None}

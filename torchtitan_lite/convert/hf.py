@@ -49,6 +49,8 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder, beside chat_template.jinja
+
 _FILE_BYTES = 4 * 2**30
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -237,6 +239,8 @@ def write_hf_assets(args: ModelArgs, folder: Path, dtype: str, assets: str | Pat
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
+        if (source / CHAT_TEMPLATES).is_dir():
+            shutil.copytree(source / CHAT_TEMPLATES, folder / CHAT_TEMPLATES, dirs_exist_ok=True)
         if (source / "generation_config.json").is_file():
             generation = (source / "generation_config.json").read_text(encoding="utf-8")
         if (source / "tokenizer.json").is_file():

@@ -1,13 +1,15 @@
-"""Rows to measure on: every row of every source once, in a fixed order, whoever reads them."""
+"""Rows to measure on: of every source all, or the same few, in a fixed order, whoever reads them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 
+import numpy as np
+
 from torchtitan_lite.config.schema import Config, Training
 from torchtitan_lite.data.collator import Batch, collate_rows
-from torchtitan_lite.data.packing.plan import resolved_max_documents
+from torchtitan_lite.data.packing.plan import permutation, resolved_max_documents
 from torchtitan_lite.data.prepared import PreparedSource, prepare_sources
 from torchtitan_lite.data.tokenizer import Tokenizer
 
@@ -49,7 +51,8 @@ class HeldOutRows:
         self.local_batch_size = own.training.local_batch_size
         steps = config.validation.steps
         most = None if steps == -1 else steps * self.local_batch_size
-        self.rows = [min(source.plan.num_rows, most or source.plan.num_rows) for source in self.sources]
+        # A plan's first rows hold its longest documents, so that a few are drawn from all.
+        self._drawn = [np.sort(permutation(source.plan.num_rows, 0)[:most]) for source in self.sources]
         self._collate = {
             "seq_len": own.training.seq_len,
             "pad_id": 0 if tokenizer.eos_id is None else tokenizer.eos_id,
@@ -57,13 +60,21 @@ class HeldOutRows:
         }
 
     @property
-    def fingerprint(self) -> list[str]:
-        """Changes with the text; the same on ranks that have read the same."""
-        return [source.fingerprint for source in self.sources]
+    def fingerprint(self) -> list[list[str | int]]:
+        """Changes with the rows' text, length and number; the same on ranks that have read the same."""
+        return [
+            [source.fingerprint, self._collate["seq_len"], rows]
+            for source, rows in zip(self.sources, self.rows, strict=True)
+        ]
 
     @property
     def names(self) -> list[str]:
         return [source.source.name for source in self.sources]
+
+    @property
+    def rows(self) -> list[int]:
+        """How many rows of each source are measured on."""
+        return [len(drawn) for drawn in self._drawn]
 
     def num_batches(self, dp_degree: int) -> int:
         """Batches that each of ``dp_degree`` ranks gets."""
@@ -73,7 +84,9 @@ class HeldOutRows:
         """The number of its source, and a batch of that source's rows; equally many on every data-parallel rank, filled
         up with rows of padding."""
         size = self.local_batch_size
-        for number, (source, rows) in enumerate(zip(self.sources, self.rows, strict=True)):
-            for first in range(dp_rank * size, -(-rows // (size * dp_degree)) * size * dp_degree, size * dp_degree):
-                documents = [source.row(row) if row < rows else [] for row in range(first, first + size)]
-                yield number, collate_rows(documents, **self._collate)
+        for number, (source, drawn) in enumerate(zip(self.sources, self._drawn, strict=True)):
+            together = size * dp_degree
+            for first in range(dp_rank * size, -(-len(drawn) // together) * together, together):
+                documents = [source.row(row) for row in drawn[first : first + size].tolist()]
+                padding = [[]] * (size - len(documents))
+                yield number, collate_rows([*documents, *padding], **self._collate)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.observability.logging import logger
 from torchtitan_lite.observability.metrics import MetricsLogger
 from torchtitan_lite.training.samples import SampleWriter
 from torchtitan_lite.training.validate import Validator
@@ -24,6 +25,18 @@ class Evaluation:
     def __init__(self, config: Config, validator: Validator | None, samples: SampleWriter | None) -> None:
         self.config, self.validator, self.samples = config, validator, samples
         self.best: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data: the best so far, and what it was measured on."""
+        return {"best": self.best, "held_out": None if self.validator is None else self.validator.rows.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the best over, unless it was measured on other rows: losses on those say nothing of these."""
+        self.best = state.get("best")
+        now = self.state_dict()["held_out"]
+        if self.best is not None and now is not None and state.get("held_out", now) != now:
+            logger.warning(f"Other validation data than before: step {self.best['step']} is no longer the best so far")
+            self.best = None
 
     def after(self, step: int, metrics: MetricsLogger | None) -> bool:
         """Do what is due after ``step``, 0 being before the first. All ranks call this together.

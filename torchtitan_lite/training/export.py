@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.convert.adapters import MergedWeights, open_step, write_peft
 from torchtitan_lite.convert.folders import partial_of, put_in_place
-from torchtitan_lite.convert.hf import write_hf_assets, write_hf_tensors
+from torchtitan_lite.convert.hf import CHAT_TEMPLATES, write_hf_assets, write_hf_tensors
 from torchtitan_lite.convert.step_folder import MARKER
 from torchtitan_lite.observability.logging import logger
 
@@ -43,6 +43,9 @@ def export_hf(step_folder: Path, target: Path, config: Config) -> None:
     write_hf_tensors(weights, partial, dtype, turn=(dist.get_rank(), dist.get_world_size()))
     if dist.get_rank() == 0:
         write_hf_assets(weights.args, partial, dtype, config.model.hf_assets_path)
+        if config.data.chat_template is not None:  # what was trained with takes the place of the tokenizer's own
+            shutil.copyfile(Path(config.data.chat_template).expanduser(), partial / "chat_template.jinja")
+            shutil.rmtree(partial / CHAT_TEMPLATES, ignore_errors=True)
     dist.barrier(group=group)
     if dist.get_rank() == 0:
         put_in_place(partial, target)

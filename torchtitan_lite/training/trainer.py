@@ -201,7 +201,8 @@ class Trainer:
         if state is None or self.lora is not None:  # of an adapted model, checkpoints hold the adapters alone
             self.checkpoint.load_initial(self.args, self.config.model.hf_assets_path)
         if state is not None:
-            self.step, self.tokens_seen, self.evaluation.best = state["step"], state["tokens_seen"], state.get("best")
+            self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+            self.evaluation.load_state_dict(state)
             self.loader.load_state_dict(state["data"])
             if isinstance(self.loader, StreamLoader):
                 self.loader.load_rank_state(self.checkpoint.load_data_state(self.step, self.dp.rank))
@@ -218,7 +219,7 @@ class Trainer:
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
-            "best": self.evaluation.best,
+            **self.evaluation.state_dict(),
             "seed": self.config.training.seed,
             "data": self.loader.state_dict(),
             "model": self.args.as_json(),

@@ -105,6 +105,34 @@ def test_tool_calls_are_answers_and_tool_results_are_not(encoder):
     assert supervised(encoder, messages, tools=[{"name": "weather"}]) == expected
 
 
+def test_answers_behind_no_generation_prompt(encoder):
+    """A call, and an answer of nothing, begin where a text in their place would."""
+    calls = "{% if message.tool_calls %}{{ '<|call|>' + message.tool_calls[0].name + eos_token }}{% else %}{{ ' ' + "
+    template = encoder(
+        TEMPLATES["inst"].replace("{{ ' ' + ", calls).replace("eos_token }}{% endif", "eos_token }}{% endif %}{% endif")
+    )
+    call = {"role": "assistant", "tool_calls": [{"name": "weather"}]}
+    assert supervised(template, [USER, call, USER, {"role": "assistant", "content": ""}]) == [
+        "<|call|>weather<eos>",
+        "  <eos>",
+    ]
+
+
+def test_answers_without_weight_are_not_supervised(encoder):
+    first, second = ({**message, "weight": weight} for message, weight in zip(TWO_TURNS[1::2], (0, 1), strict=True))
+    messages = [USER, first, TWO_TURNS[2], second]
+    for template in (MARKED, UNMARKED):
+        assert supervised(encoder(template), messages) == ["Quite é sure.<|end|>"]
+        assert supervised(encoder(template), [USER, TWO_TURNS[1], USER, first]) == ["Yes.<|end|>"]
+        assert "no message of role assistant to train on whose weight is above 0" in problem(
+            encoder(template), [USER, first]
+        )
+    last = encoder(MARKED.replace("message.role == 'assistant'", "message.role == 'assistant' and loop.last"))
+    assert "enclose 1 parts of it, but it has 2 messages" in problem(
+        last, messages
+    )  # of which one is not to be trained on
+
+
 def test_all_of_a_chat(encoder):
     encoder = encoder(TEMPLATES["chatml"], train_on="all")
     (text,) = supervised(encoder, [*TWO_TURNS, USER])
@@ -132,7 +160,8 @@ def debug_template():
 @pytest.mark.parametrize("messages", [[USER], [{"role": "system", "content": "Be brief."}, USER]])
 @pytest.mark.parametrize("name", ["chatml", "marked"])
 def test_a_chat_without_an_answer(encoder, name, messages):
-    assert "no message of role assistant to train on; data.train_on=all would" in problem(
+    roles = ", ".join(message["role"] for message in messages)
+    assert f"no message of role assistant to train on, but only of {roles}; data.train_on=all would" in problem(
         encoder(TEMPLATES[name]), messages
     )
 
@@ -142,6 +171,15 @@ def test_a_template_without_generation_prompt_would_train_headers(encoder):
     assert "adds no generation prompt, so that the header before the answer would be trained on" in found
     assert "messages[1]: " in found and "{% generation %}" in found and "data.train_on=all" in found
     assert len(supervised(encoder(MINIMAL, train_on="all"), TWO_TURNS)) == 1  # what it says would work
+    headed = encoder("{% for message in messages %}{{ message.role + ': ' + message.content + eos_token }}{% endfor %}")
+    for content in ("Yes.", "", "a", "assistant"):  # of which some are how the header begins
+        assert "adds no generation prompt" in problem(headed, [USER, {"role": "assistant", "content": content}])
+
+
+def test_a_chat_that_begins_with_an_answer(encoder):
+    assert supervised(encoder(TEMPLATES["chatml"]), [ANSWER, *TWO_TURNS]) == ["Yes.<|end|>", *EXPECTED["chatml"]]
+    found = problem(encoder("{{ messages[0].role }}" + TEMPLATES["chatml"]), [ANSWER, *TWO_TURNS])
+    assert "messages[0]: where this answer begins" in found and "the first 0 messages alone are not rendered: " in found
 
 
 @pytest.mark.parametrize(
@@ -184,6 +222,8 @@ def test_markers_that_enclose_other_parts_than_the_answers(encoder):
     assert "enclose 4 parts of it, but it has 2 messages" in problem(all_of_it, TWO_TURNS)
     nested = "{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}"
     assert "markers into each other" in problem(encoder(nested), TWO_TURNS)
+    cut = "{% set answer %}{% generation %}Yes.{{ eos_token }}{% endgeneration %}{% endset %}{{ answer[1:] }}" + MARKED
+    assert "or cuts them off" in problem(encoder(cut), TWO_TURNS)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +241,19 @@ def test_an_answer_ends_in_one_special_token(encoder, end, said):
     assert said in problem(encoder(marked), TWO_TURNS[:2])
     prefix = UNMARKED.replace("message.content + '<|end|>' }}\n", f"message.content + {end!r} }}}}\n")
     assert said.partition(" (")[0] in problem(encoder(prefix), TWO_TURNS[:2])
+
+
+def test_a_character_that_the_tokenizer_does_not_know_ends_no_answer():
+    """Its token, <unk>, is a special one."""
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"<unk>": 0, "<eos>": 1, "a": 2, "b": 3}, [], unk_token="<unk>")
+    )
+    backend.add_special_tokens(["<unk>", "<eos>"])
+    encoder = ChatEncoder(Tokenizer(backend, None, 1, "few"), "messages", ChatTemplate("t", MERGING), "assistant")
+    messages = [{"role": "user", "content": "éb"}, {"role": "assistant", "content": "aé"}]
+    assert encode(encoder, messages).tokens.tolist() == [~0, ~3, ~0, 2, 0, 1]  # é, b, the colon; a, é, <eos>
+    unended = ChatEncoder(encoder.tokenizer, "messages", ChatTemplate("t", MERGING.replace("<eos>", "")), "assistant")
+    assert "no special token ends it" in problem(unended, messages)
 
 
 def test_text_that_spells_a_special_token(encoder):

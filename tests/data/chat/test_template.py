@@ -109,6 +109,20 @@ def test_where_the_template_comes_from(tmp_path):
     assert load_chat_template(folder, str(tmp_path / "given.jinja")).render([]) == "given <bos>"
 
 
+def test_a_template_for_tools_beside_the_default_one(tmp_path):
+    """As transformers writes and reads several."""
+    folder = save_chat_tokenizer(tmp_path, "without {{ bos_token }}")
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(folder))
+    theirs.chat_template = {"default": "without {{ bos_token }}", "tool_use": "with {{ tools | length }}"}
+    theirs.save_pretrained(str(tmp_path / "saved"))
+    ours = load_chat_template(tmp_path / "saved", None)
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path / "saved"))
+    for tools in ([], [WEATHER]):
+        assert ours.render([USER], tools) == theirs.apply_chat_template([USER], tools or None, tokenize=False)
+    given = load_chat_template(tmp_path / "saved", str(folder / "chat_template.jinja"))
+    assert given.render([USER], [WEATHER]) == "without <bos>"
+
+
 def test_templates_that_are_none(tmp_path):
     folder = save_chat_tokenizer(tmp_path, "a\n{% if x %}")
     with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja: the chat template is broken at its line 2: "):
@@ -128,10 +142,18 @@ def test_a_template_may_refuse_and_may_fail():
 
 
 @pytest.mark.parametrize(
-    "text", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include '/etc/passwd' %}"]
+    "text",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ '{0.__class__}'.format(1) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{{ dict.update(messages[0], dict(content='')) or '' }}",
+        "{% include '/etc/passwd' %}",
+    ],
 )
 def test_a_template_cannot_leave_its_sandbox(text):
-    messages = [USER]
+    messages = [{**USER}]
     with contextlib.suppress(BadRecord):
         assert ChatTemplate("t", text).render(messages) == ""
     assert messages == [USER]

@@ -74,6 +74,10 @@ def test_keys_without_a_value_are_left_out():
             {"messages": [{"from": "human", "value": "x"}]},
             "messages[0] has the keys from and value, as ShareGPT data do; rename them to role and content",
         ),
+        (
+            {"messages": [{**ANSWER, "weight": 0.5}]},
+            "messages[0] (assistant): its weight is 0.5; 1 trains on an answer",
+        ),
         ({"messages": [USER], "tools": [1]}, "field 'tools' is a list, not a list of objects"),
         ({"messages": [USER], "tools": "none"}, "field 'tools' is text, but no JSON: "),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "is the lone surrogate \\ud800"),

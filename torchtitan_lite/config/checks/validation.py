@@ -57,15 +57,15 @@ def validation_sources(run: Run) -> Iterator[str]:
     """What is wrong with the data and shows without reading a document."""
     validation = run.config.validation
     named = validation.dataset is not None or validation.dataset_path is not None
-    if validation.enable and (named or validation.mix):
-        own = validation_config(run.config)
-        for problem in [*check_sources(own), *check_chats(own)]:
-            if problem.startswith("data.split") and validation.split is not None:
-                problem = problem.removeprefix("data.")
-            elif problem.startswith("data."):
-                continue  # a setting that the training data makes use of, and this does not
-            given = problem.removeprefix("training.").replace("data.mix", "validation.mix")
-            yield given if given.startswith("validation.") else f"validation.{given}"
+    if not validation.enable or named == bool(validation.mix):  # the latter is said by validation_rules
+        return
+    own = validation_config(run.config)
+    for problem in check_sources(own):
+        section, _, rest = problem.partition(".")
+        of_training = section == "data" and not rest.startswith("mix")  # what training makes use of, and this does not
+        if not of_training or (rest.startswith("split") and validation.split is not None):
+            yield f"validation.{rest}"
+    yield from (f"validation: {problem}" for problem in check_chats(own))
 
 
 def validation_warnings(validation: Validation) -> Iterator[str]:

@@ -35,7 +35,8 @@ class Validation:
     """Steps between two measurements."""
 
     steps: int = -1
-    """Only the first steps x local_batch_size rows of each source are used, however many ranks share them. -1: all."""
+    """Only steps x local_batch_size rows of each source are used, drawn at random but always the same, however many
+    ranks share them. -1: all."""
 
     keep_best: bool = False
     """Save a checkpoint whenever the loss is the lowest so far, and keep the best one beside the latest. best.json in

@@ -29,7 +29,7 @@ from torchtitan_lite.data.sources.resolve import format_of, sources_of
 from torchtitan_lite.data.supervision import mark
 from torchtitan_lite.data.tokenizer import Tokenizer, TokenizerError, load_tokenizer, tokenizer_folder
 
-CHAT_VERSION = 1
+CHAT_VERSION = 2
 """Raised whenever the same chat, template and tokenizer would give other tokens, or others of them supervised."""
 
 _SAMPLE = (
@@ -180,16 +180,29 @@ class ChatEncoder:
             ids = np.array(encoding.ids, dtype=np.int32)
             supervised = np.full(len(ids), self.train_on == "all")
             offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            special = self._spelled_special(rendering.text, ids, offsets)
             try:
                 for number in range(len(rendering.answers)):
-                    supervised[self._answer_tokens(rendering, number, ids, offsets, alone)] = True
+                    supervised[self._answer_tokens(rendering, number, ids, offsets, special, alone)] = True
             except BadRecord as bad:
                 yield Encoded(_NO_TOKENS, str(bad))
             else:
                 yield Encoded(mark(ids, supervised))
 
+    def _spelled_special(self, text: str, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Places of the special tokens, rising. One that stands for text it does not spell, as <unk> may, is none."""
+        places = np.flatnonzero(np.isin(ids, list(self._special))).tolist()
+        spelled = [place for place in places if self._special[ids[place]] in text[slice(*offsets[place])]]
+        return np.array(spelled, dtype=np.int64)
+
     def _answer_tokens(
-        self, rendering: Rendering, number: int, ids: np.ndarray, offsets: np.ndarray, alone: Any
+        self,
+        rendering: Rendering,
+        number: int,
+        ids: np.ndarray,
+        offsets: np.ndarray,
+        special: np.ndarray,
+        alone: Any,
     ) -> slice:
         """The tokens of an answer, its end-of-turn token the last.
 
@@ -199,16 +212,15 @@ class ChatEncoder:
         begin, end = rendering.answers[number]
         text, (starts, ends) = rendering.text, offsets.T
         first, stop = np.searchsorted(starts, [begin, end]).tolist()
-        special = np.isin(ids[:stop], list(self._special))
+        before, marks = special[special < first], special[(special >= first) & (special < stop)]
         # Special tokens cut the text before it is tokenised, so that only what follows the last one can merge.
-        since = int(np.flatnonzero(special[:first])[-1]) if special[:first].any() else 0
-        prompt = text[starts[since] if special[:first].any() else 0 : begin]
+        since = int(before[-1]) if len(before) else 0
+        prompt = text[starts[since] if len(before) else 0 : begin]
         if alone(prompt) != ids[since:first].tolist():
             raise BadRecord(
                 f"answer {number + 1}: {_seam(text, begin)} are tokenised together, so that the prompt alone would end "
                 "in other tokens; what works: an answer that begins without white space, or a template that trims it"
             )
-        marks = first + np.flatnonzero(special[first:stop])
         last = int(marks[-1]) if len(marks) else stop - 1
         if not len(marks) or text[ends[last] : end].strip():
             raise BadRecord(
@@ -283,7 +295,7 @@ def check_chats(config: Config) -> list[str]:
 
 
 def _problem_of_template(encoder: ChatEncoder) -> str | None:
-    if encoder.template is None:
+    if encoder.format != "messages":  # prompts and completions may be text, which no template has a say in
         return None
     try:
         encoder.template.render(_SAMPLE)

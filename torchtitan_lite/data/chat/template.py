@@ -97,8 +97,9 @@ class ChatTemplate:
 def load_chat_template(folder: Path, given: str | None) -> ChatTemplate | None:
     """The template in the file ``given`` by data.chat_template, or else a tokenizer folder's; None if it has none.
 
-    A folder's is ``chat_template.jinja``, or else ``chat_template`` in ``tokenizer_config.json``: text, or a list of
-    named ones of which "default" and "tool_use" are looked at.
+    A folder's is ``chat_template.jinja``, beside which ``additional_chat_templates/tool_use.jinja`` may lie, or else
+    ``chat_template`` in ``tokenizer_config.json``: text, or a list of named ones of which "default" and "tool_use" are
+    looked at.
 
     Raises:
         ChatTemplateError: the file cannot be read or is no template.
@@ -112,7 +113,9 @@ def load_chat_template(folder: Path, given: str | None) -> ChatTemplate | None:
     own = folder / "chat_template.jinja"
     if given is not None or own.is_file():
         file = own if given is None else Path(given).expanduser()
-        return ChatTemplate(str(file), _read(file), special_tokens=special_tokens)
+        for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
+        tool_use = _read(for_tools) if given is None and for_tools.is_file() else None
+        return ChatTemplate(str(file), _read(file), tool_use, special_tokens)
     where = str(folder / "tokenizer_config.json")
     found = _read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):
@@ -184,6 +187,7 @@ def _compiled(text: str) -> _Compiled:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = TODAY.strftime
+    environment.globals["dict"] = _dict
     tokens = [(kind, value) for _, kind, value in environment.lex(text) if kind != "whitespace"]
     marks = any(
         kind == "block_begin" and value == ("name", "generation") for (kind, _), value in itertools.pairwise(tokens)
@@ -193,6 +197,11 @@ def _compiled(text: str) -> _Compiled:
 
 def _raise_exception(message: str) -> None:
     raise _Refusal(message)
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """For the type itself, whose ``update`` would change the chat."""
+    return dict(*args, **kwargs)
 
 
 def _tojson(

@@ -125,6 +125,8 @@ def _message(where: str, message: Any) -> dict[str, Any]:
             raise BadRecord(f"{where} has neither content nor tool_calls")
     elif not isinstance(message["content"], str):
         raise BadRecord(f"{where}: its content is {kind_of(message['content'])}, not text")
+    if message.get("weight", 1) not in (0, 1):
+        raise BadRecord(f"{where}: its weight is {message['weight']!r}; 1 trains on an answer, and 0 does not")
     return message
 
 
