@@ -206,8 +206,11 @@ def test_a_template_that_writes_earlier_turns_in_another_way(encoder, content, s
         template = TEMPLATES["chatml"].replace(
             "+ message.content + '<|end|>' + '\n' }}", "}}" + content + "{{ '<|end|>\n' }}"
         )
-    messages = [USER, {"role": "assistant", "content": "<think>Hm.</think>Yes."}, USER, ANSWER]
-    assert said in problem(encoder(template), messages)
+    thinking = {"role": "assistant", "content": "<think>Hm.</think>Yes."}
+    assert said in problem(encoder(template), [USER, thinking, USER, ANSWER])
+    if "think" in template:  # the last one is written down as if it alone were asked for
+        last = supervised(encoder(template), [USER, {**thinking, "weight": 0}, USER, thinking])
+        assert last == ["<think>Hm.</think>Yes.<|end|>"]
 
 
 def test_markers_that_enclose_other_parts_than_the_answers(encoder):
