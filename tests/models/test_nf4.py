@@ -48,6 +48,15 @@ def test_the_format_by_hand(shape):
     assert 0.05 < ((got - blocks).norm() / blocks.norm()).item() < 0.15
 
 
+def test_blocks_of_zeros_stay_zero():
+    """Whatever their neighbours make of the scale that they have."""
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    weight[3], weight[5, 1], weight[7, ::2] = 0, 500, 0
+    got = rounded(weight, torch.float32)
+    assert not got[weight == 0].any() and got[weight != 0].any()
+    assert not rounded(torch.zeros(64, 64), torch.float32).any()
+
+
 def test_bytes_of_a_weight():
     packed = quantize(torch.randn(512, 256))
     names, _ = packed.__tensor_flatten__()

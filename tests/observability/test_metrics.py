@@ -132,6 +132,21 @@ def test_a_last_line_without_its_end_is_not_written_on(config, tmp_path):
     assert [entry["step"] for entry in entries(tmp_path)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("text", ["one\u2028two", "\x85", "\x0b \x1c\r\n"])
+def test_texts_with_ends_of_lines_of_their_own_stay(config, tmp_path, text):
+    with MetricsLogger(config, 0) as metrics_logger:
+        for step in (0, 2, 4):
+            metrics_logger.log_samples([("say", text), ("é", "")], step)
+    path = tmp_path / "run" / "samples.jsonl"
+    with path.open("ab") as file:
+        file.write('{"step": 5, "prompt": "é'.encode()[:-1])  # killed within a character
+    MetricsLogger(config, 2).close()
+    kept = [json.loads(line) for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
+    assert [(e["step"], e["prompt"], e["text"]) for e in kept] == [
+        (step, *sample) for step in (0, 2) for sample in (("say", text), ("é", ""))
+    ]
+
+
 def test_new_run_in_an_old_folder_starts_anew_and_keeps_what_was_there(config, tmp_path):
     for steps in ([1, 2, 3], [1, 2], [1]):
         write(config, 0, steps)

@@ -68,6 +68,14 @@ def test_texts_of_the_model_as_it_is(new_trainer, tmp_path, attention):
     assert first != last and all(first)
 
 
+def test_shards_may_lie_elsewhere(new_trainer, monkeypatch):
+    """As those that are kept in CPU memory do: the model computes on the trainer's device."""
+    trainer = new_trainer()
+    expected = trainer.evaluation.samples.write()
+    monkeypatch.setattr(trainer.model, "parameters", lambda: iter([torch.empty(1, device="meta")]))
+    assert trainer.evaluation.samples.write() == expected
+
+
 def test_training_is_not_disturbed(new_trainer, tmp_path):
     """Not by draws, nor by what compiled or recomputed blocks and dropout make of it."""
     settings = {

@@ -23,21 +23,23 @@ def generate(
     stop_ids: Collection[int],
     on_token: Callable[[int, int], None] = lambda row, token: None,
     agreed: Callable[[list[int]], list[int]] = lambda drawn: drawn,
+    device: torch.device | None = None,
 ) -> list[list[int]]:
     """The tokens that follow each prompt, up to one of ``stop_ids``, which is the last if it comes.
 
     Args:
-        model: whole, on its device, and in evaluation mode afterwards.
+        model: whole, and in evaluation mode afterwards.
         prompts: of any length from 1 on; they run as one batch, padded on the left.
         on_token: told of each token as it is drawn, by the number of its prompt.
         agreed: given the tokens of a step, what they are to be: ranks that write together must write the same.
+        device: that the model computes on; None: where its parameters are.
 
     Raises:
         ValueError: a prompt is empty, or has no room for as many tokens, or one that the model does not know.
     """
     longest = max(map(len, prompts), default=0)
     _check(model, prompts, longest + max_new_tokens)
-    device = next(model.parameters()).device
+    device = next(model.parameters()).device if device is None else device
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     columns = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     sampler = Sampler(sampling, len(prompts))

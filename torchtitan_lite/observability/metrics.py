@@ -162,8 +162,8 @@ def _drop_steps_after(path: Path, step: int) -> None:
         os.replace(path, aside)
         logger.warning(f"{path.parent} holds an earlier run; its metrics are now in {aside.name}")
         return
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
+    text = path.read_text(encoding="utf-8", errors="replace")  # a killed run may have cut a character in two
+    lines = text.removesuffix("\n").split("\n")  # and not at what else ends lines: texts of the model may hold it
     kept = [line for line in lines if (of := _step_of(line)) is not None and of <= step]
     if len(kept) == len(lines) and text.endswith("\n"):  # else the next entry would join a last line cut at its end
         return

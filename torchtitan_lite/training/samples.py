@@ -50,6 +50,7 @@ class SampleWriter:
                 sampling=self.sampling,
                 stop_ids=self.prompts.stop_ids,
                 agreed=self._as_rank_0,
+                device=self.device,
             )
         self.model.train(training)
         continued = zip(self.config.prompts, self.prompts.tokens, found, strict=True)

@@ -18,6 +18,7 @@ from torchtitan_lite.observability.logging import quiet_import
 
 BLOCK = 64
 """Numbers that share a scale."""
+_TWO_ZEROS = 0x77  # a byte of codes; the eighth of the sixteen values is 0
 _SCALES = 256  # that share a factor of their own; fewer where that does not come out even
 
 
@@ -40,7 +41,11 @@ def _torchao() -> Any:
 def quantize(weight: Tensor) -> Tensor:
     """An NF4Tensor with the shape, device and, unpacked, the type of ``weight``, whose size is a multiple of
     :data:`BLOCK`."""
-    return _torchao().to_nf4(weight.contiguous(), BLOCK, math.gcd(_SCALES, weight.numel() // BLOCK))
+    packed = _torchao().to_nf4(weight.contiguous(), BLOCK, math.gcd(_SCALES, weight.numel() // BLOCK))
+    # torchao divides zeros by zero, takes what comes of it for -1, and has scales that are not quite the zero they were.
+    of_zeros = ~weight.reshape(-1, BLOCK).any(dim=1, keepdim=True)
+    packed.quantized_data.view(-1, BLOCK // 2).masked_fill_(of_zeros, _TWO_ZEROS)
+    return packed
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
