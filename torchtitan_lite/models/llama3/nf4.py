@@ -42,7 +42,7 @@ def quantize(weight: Tensor) -> Tensor:
     """An NF4Tensor with the shape, device and, unpacked, the type of ``weight``, whose size is a multiple of
     :data:`BLOCK`."""
     packed = _torchao().to_nf4(weight.contiguous(), BLOCK, math.gcd(_SCALES, weight.numel() // BLOCK))
-    # torchao divides zeros by zero, takes what comes of it for -1, and has scales that are not quite the zero they were.
+    # torchao divides zeros by zero, takes what comes of it for -1, and has scales that are no longer quite zero.
     of_zeros = ~weight.reshape(-1, BLOCK).any(dim=1, keepdim=True)
     packed.quantized_data.view(-1, BLOCK // 2).masked_fill_(of_zeros, _TWO_ZEROS)
     return packed
