@@ -24,6 +24,7 @@ from torchtitan_lite.convert.weights import WeightsError
 from torchtitan_lite.data.tokenizer import DEBUG_TOKENIZER
 from torchtitan_lite.distributed.mesh import Degrees
 from torchtitan_lite.models.llama3.lora import is_adapter
+from torchtitan_lite.models.llama3.shards import local_part
 from torchtitan_lite.training.trainer import Trainer
 
 SHAPE = {"vocab_size": 2048, "num_hidden_layers": 2, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}
@@ -216,6 +217,29 @@ def test_compiled_layers_share_their_graphs(new_trainer, base):
     model = {"checkpoint.initial_load_in_hf": False, "model.args.n_layers": 10}
     trainer = new_trainer(**{**compiled, **model, "training.steps": 1, "lora.quantize_base": base})
     trainer.train()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"compile.enable": False},
+        {"compile.enable": True},
+        {
+            "compile.enable": True,
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "2",
+        },
+    ],
+)
+def test_no_matrix_is_kept_unpacked_for_the_backward_pass(new_trainer, settings):
+    compiled = {"compile.backend": "aot_eager", "compile.components": ["model"]}
+    trainer = new_trainer(**{"lora.quantize_base": "nf4", **compiled, **settings})
+    parameters = {local_part(name, p)[0].data_ptr() for name, p in trainer.model.named_parameters()}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        trainer.model(TOKENS[:1, :4])
+    floats = [x for x in kept if type(x) is torch.Tensor and x.is_floating_point() and x.data_ptr() not in parameters]
+    assert 4 * 80 <= max(x.numel() for x in floats) < 24 * 48  # activations, and not the matrix of two heads of keys
 
 
 def test_adapters_are_merged_from_where_the_base_lies_now(new_trainer, tmp_path, folder):

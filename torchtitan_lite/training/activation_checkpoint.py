@@ -50,6 +50,26 @@ def _selective_contexts():
     return create_selective_checkpoint_contexts(policy)
 
 
+def _unpacked_again_contexts():
+    """Leave it to the compiler which sums, matrix products and attention it saves; recompute the rest."""
+    choice = _saved_ops() | _MATMULS | {torch.ops.aten.add.Tensor, torch.ops.aten.native_dropout.default}
+
+    def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_SAVE if op in choice else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def unpack_again(model: nn.Module) -> None:
+    """Have blocks that are going to be compiled unpack their quantised weights again in the backward pass, in place.
+
+    Left to itself the compiler sees one unpacking in both passes, and keeps what comes of it in between: in the end the
+    whole model, unpacked.
+    """
+    for block in model.layers.values():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=_unpacked_again_contexts)
+
+
 def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) -> None:
     """Checkpoint the blocks of ``model.layers``, in place.
 

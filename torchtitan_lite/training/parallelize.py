@@ -21,8 +21,8 @@ from torchtitan_lite.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan_lite.models.llama3.args import ModelArgs
 from torchtitan_lite.models.llama3.lora import apply_lora, lora_spec
 from torchtitan_lite.models.llama3.model import Transformer
-from torchtitan_lite.models.llama3.nf4 import take_weights_out
-from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint
+from torchtitan_lite.models.llama3.nf4 import quantized_layers, take_weights_out
+from torchtitan_lite.training.activation_checkpoint import apply_activation_checkpoint, unpack_again
 from torchtitan_lite.training.compile import compile_blocks
 from torchtitan_lite.training.loss import LinearCrossEntropy
 
@@ -78,6 +78,8 @@ def _checkpoint_and_compile(part: Transformer, config: Config) -> None:
     if inside:
         apply_activation_checkpoint(part, recompute)
     if config.compile.enable and "model" in config.compile.components:
+        if any(quantized_layers(part)) and not inside:
+            unpack_again(part)
         compile_blocks(part, config.compile.backend)
     if not inside:
         apply_activation_checkpoint(part, recompute)
