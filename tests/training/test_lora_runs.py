@@ -1,6 +1,7 @@
 """Whole runs with adapters: what learns, what is saved, what others make of it."""
 
 import json
+import shutil
 import sys
 
 import peft
@@ -223,7 +224,6 @@ def test_compiled_layers_share_their_graphs(new_trainer, base):
     "settings",
     [
         {"compile.enable": False},
-        {"compile.enable": True},
         {
             "compile.enable": True,
             "activation_checkpoint.mode": "selective",
@@ -274,6 +274,21 @@ def test_other_adapters_do_not_resume(new_trainer, change, message):
     new_trainer().train()
     with pytest.raises(CheckpointError, match=message):
         new_trainer(**{"training.steps": 5}, **change)
+
+
+def test_the_base_may_move_but_not_go(new_trainer, tmp_path, folder, caplog):
+    new_trainer(**{"training.steps": 2}).train()
+    new_trainer("whole", **{"training.steps": 3}).train()
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    with caplog.at_level("WARNING", "torchtitan_lite"):
+        new_trainer(**{"model.hf_assets_path": str(moved)}).train()
+    assert "trained beside other weights" in caplog.text and str(moved) in caplog.text
+    losses = [[entry["loss"] for entry in read_metrics(tmp_path / dump)] for dump in ("run", "whole")]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    with pytest.raises(
+        CheckpointError, match=r"beside the weights of .*, and not beside random ones; set checkpoint\.init"
+    ):
+        new_trainer("whole", **{"training.steps": 4, "checkpoint.initial_load_in_hf": False})
 
 
 def test_rules(tmp_path, documents, folder, monkeypatch):

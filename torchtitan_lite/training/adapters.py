@@ -55,5 +55,11 @@ def require_same_adapters(own: dict[str, Any], state: dict[str, Any]) -> None:
             f"The checkpoint's adapters are not those of the lora section ({values}); set it as it was, or begin anew "
             "with another job.dump_folder"
         )
-    if was is not None and state.get("base") != own["base"]:
-        logger.warning(f"The adapters were trained beside other weights: {state.get('base')} -> {own['base']}")
+    if was is None or state.get("base") == own["base"]:
+        return
+    if own["base"] is None:
+        raise CheckpointError(
+            f"The checkpoint's adapters were trained beside the weights of {state['base']['path']}, and not beside "
+            "random ones; set checkpoint.initial_load_in_hf or checkpoint.initial_load_path as it was"
+        )
+    logger.warning(f"The adapters were trained beside other weights: {state.get('base')} -> {own['base']}")
