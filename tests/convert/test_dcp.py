@@ -70,6 +70,14 @@ def test_a_step_holds_no_other_type_than_fp32(tmp_path):
         write_weights(HFWeights(saved(tmp_path / "hf")), tmp_path / "step-0", "dcp", dtype="bfloat16")
 
 
+def test_a_base_is_for_adapters_alone(tmp_path):
+    hf = saved(tmp_path / "hf")
+    write_step(HFWeights(hf), tmp_path / "step-0")
+    for whole in (hf, tmp_path / "step-0"):
+        with pytest.raises(WeightsError, match=f"--base=.*: {whole} holds whole weights"):
+            open_weights(whole, base=hf)
+
+
 def test_adapters_are_merged_in_the_type_of_what_they_are_beside(tmp_path):
     base = HFWeights(saved(tmp_path / "hf", dtype=torch.bfloat16))
     spec = LoraSpec(rank=2, alpha=4.0, targets=("wq",))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan_lite.config.load import load_config
 from torchtitan_lite.convert.adapters import MergedWeights, open_step
-from torchtitan_lite.convert.dcp import write_step
+from torchtitan_lite.convert.dcp import StepFolder, write_step
 from torchtitan_lite.convert.hf import HFWeights, write_hf
 from torchtitan_lite.convert.meta import MetaWeights, write_meta
 from torchtitan_lite.convert.weights import DTYPES, StoredWeights, WeightsError
@@ -50,6 +50,8 @@ def open_weights(
     base: of a step that holds adapters alone, as open_step takes it.
     """
     format = format or format_of(folder)
+    if base is not None and (format != "dcp" or StepFolder(folder).train_state.get("lora") is None):
+        raise WeightsError(f"--base={base}: {folder} holds whole weights, and no adapters that it would be for")
     if format == "meta":
         return MetaWeights(folder, rope_factor=rope_factor, max_seq_len=max_seq_len)
     return HFWeights(folder) if format == "hf" else open_step(folder, base)
